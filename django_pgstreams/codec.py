@@ -1,0 +1,176 @@
+"""Content types ↔ Python values; pure.
+
+Invariant: what `encode` returns can always be spliced into a frame as it is. So JSON is checked here, once,
+on append: no NaN or Infinity, no lone surrogate; the read path never parses it again.
+"""
+
+from __future__ import annotations
+
+import base64
+import decimal
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from django.core.serializers.json import DjangoJSONEncoder
+
+from .exceptions import InvalidPayload
+
+DEFAULT_CONTENT_TYPE = "application/json"
+_MAX_PATH_CHARACTERS = 200
+_CONTENT_TYPE = re.compile(
+    r"[\w!#$&^.+-]+/[\w!#$&^.+-]+(\s*;\s*[\w-]+=(\"[^\"]*\"|[^\s;\"]+))*", re.ASCII
+)
+
+
+def check_content_type(content_type: str) -> None:
+    """Raise `InvalidPayload` unless this is a media type such as `text/plain; charset=utf-8`."""
+    if not _CONTENT_TYPE.fullmatch(content_type):
+        raise InvalidPayload(
+            f"{content_type!a} is not a content type; give one such as 'application/json' or 'text/plain'."
+        )
+
+
+def kind(content_type: str) -> str:
+    """`"json"`, `"text"` or `"bytes"`: how payloads of this content type are read."""
+    essence = content_type.partition(";")[0].strip().lower()
+    if essence == "application/json" or essence.endswith("+json"):
+        return "json"
+    return "text" if essence.startswith("text/") else "bytes"
+
+
+def encode(content_type: str, data: Any) -> bytes:
+    """The payload for a value; raises `InvalidPayload` with the place inside the value that is wrong."""
+    match kind(content_type):
+        case "json":
+            return _encode_json(data)
+        case "text":
+            return _encode_text(content_type, data)
+        case _:
+            if not isinstance(data, bytes | bytearray | memoryview):
+                raise InvalidPayload(
+                    f"A stream of {content_type!r} takes bytes, not {type(data).__name__}."
+                )
+            return bytes(data)
+
+
+def decode(content_type: str, payload: bytes) -> Any:
+    """The value that a payload stands for. Raises `InvalidPayload` for bytes that no append could have stored."""
+    try:
+        match kind(content_type):
+            case "json":
+                return json.loads(payload)
+            case "text":
+                return payload.decode()
+            case _:
+                return payload
+    except ValueError as error:
+        raise InvalidPayload(f"The stored payload is not {content_type}: {error}.") from error
+
+
+def check_payload(content_type: str, payload: bytes) -> None:
+    """Raise `InvalidPayload` unless `encode` could have made this payload."""
+    if kind(content_type) == "json":
+        try:
+            json.loads(payload, parse_constant=_refuse_constant)
+        except ValueError as error:
+            raise InvalidPayload(f"The payload is not JSON: {error}.") from error
+    else:
+        decode(content_type, payload)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} has no JSON form")
+
+
+def splice(content_type: str, payload: bytes) -> str:
+    """The payload as JSON text for a frame: JSON as stored, text as a string, else a base64 string."""
+    match kind(content_type):
+        case "json":
+            return payload.decode()
+        case "text":
+            return json.dumps(payload.decode(), ensure_ascii=False)
+        case _:
+            return f'"{base64.b64encode(payload).decode()}"'
+
+
+class _Encoder(DjangoJSONEncoder):
+    """Django's encoder, which would turn `Decimal("NaN")` into the string "NaN"."""
+
+    def default(self, o: Any) -> Any:
+        if isinstance(o, decimal.Decimal) and not o.is_finite():
+            raise ValueError(f"{o} has no JSON form")
+        return super().default(o)
+
+
+def _dump(data: Any) -> bytes:
+    text = json.dumps(
+        data, cls=_Encoder, allow_nan=False, ensure_ascii=False, separators=(",", ":")
+    )
+    return text.encode()
+
+
+def _encode_json(data: Any) -> bytes:
+    try:
+        return _dump(data)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidPayload(
+            f"{_locate(data)} cannot be stored as JSON: {_explain(error)}."
+        ) from error
+
+
+def _encode_text(content_type: str, data: Any) -> bytes:
+    if not isinstance(data, str):
+        raise InvalidPayload(f"A stream of {content_type!r} takes str, not {type(data).__name__}.")
+    try:
+        return data.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidPayload(f"The text cannot be stored: {_explain(error)}.") from error
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"lone surrogate U+{ord(error.object[error.start]):04X} (half of a character)"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error).rstrip(".")
+
+
+def _locate(data: Any) -> str:
+    """The path of the innermost part that cannot be encoded, such as `data['items'][3]`."""
+    path, part = "data", data
+    while True:
+        for step, child in _children(part):
+            if not _encodes(child):
+                path, part = path + step, child
+                break
+        else:
+            return path
+        if len(path) > _MAX_PATH_CHARACTERS:
+            return path[:_MAX_PATH_CHARACTERS] + "…"
+
+
+def _encodes(part: Any) -> bool:
+    try:
+        _dump(part)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _children(part: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(part, dict):
+        for key, value in part.items():
+            # A key that is wrong by itself ends the path: a wrapped empty list has no children.
+            yield (
+                (f"[{key!a}] (the key)", _BadKey())
+                if not _encodes({key: None})
+                else (f"[{key!a}]", value)
+            )
+    elif isinstance(part, list | tuple):
+        yield from ((f"[{index}]", value) for index, value in enumerate(part))
+
+
+class _BadKey:
+    """Stands for a key that has no JSON form, so that the search ends there."""

@@ -1,0 +1,118 @@
+"""Typed settings: the dict `PGSTREAMS` in the user's settings, read through on each access.
+
+Intervals end in `_SECONDS`, sizes in `_BYTES`. A name that is not listed here is refused by a system
+check (`django_pgstreams.checks`), so a misspelt setting cannot pass in silence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One documented field per setting, with its default."""
+
+    CHANNEL: str = "pgstreams"
+    """The `NOTIFY` channel, at most 63 bytes (Postgres cuts longer names in silence)."""
+    PERMISSION: str = "django_pgstreams.permissions.owner_or_model_permission"
+    """Dotted path of the hook `(user, stream, action) -> bool`, sync or async."""
+
+    MAX_CHUNK_BYTES: int = 1024 * 1024
+    """A larger payload is refused on append."""
+    MAX_FRAME_BYTES: int = 256 * 1024
+    """A websocket frame holds no more payload than this, unless a single chunk does."""
+    MAX_SUBSCRIPTIONS: int = 100
+    """Streams that one websocket may follow at a time."""
+    PAGE_CHUNKS: int = 1000
+    """Chunks that one read of a stream brings at the most."""
+    PAGE_BYTES: int = 1024 * 1024
+    """Payload that one read brings at the most, all streams together (but one chunk always)."""
+    WINDOW_BYTES: int = 1024 * 1024
+    """Recent payload kept for each stream that is followed in this process."""
+    WINDOWS_BYTES: int = 64 * 1024 * 1024
+    """Bound on all windows of one event loop together: each stream gets its share."""
+
+    FLUSH_INTERVAL_SECONDS: float = 0.01
+    """Under load at most one flush of wake-ups in this time."""
+    POLL_INTERVAL_SECONDS: float = 5.0
+    """Followed streams are looked at this often even when no wake-up arrives."""
+    HEALTH_CHECK_SECONDS: float = 15.0
+    """The listening connection proves that it is alive this often."""
+    HEARTBEAT_SECONDS: float = 25.0
+    """A websocket is sent a `ping` frame this often."""
+    LOCK_TIMEOUT_SECONDS: float = 2.0
+    """`Stream.cancel()` waits this long for the stream's row, then raises `StreamBusy`."""
+    QUERY_TIMEOUT_SECONDS: float = 30.0
+    """A read or flush that takes longer is given up and tried again."""
+    IDLE_SECONDS: float = 30.0
+    """Raw connections that nobody uses are closed after this time."""
+    EXIT_FLUSH_SECONDS: float = 2.0
+    """A process that ends spends at most this long on its last flush."""
+
+    READ_POOL_SIZE: int = 4
+    """Connections that one event loop reads with at the most (one is kept for live reads)."""
+
+
+_DEFAULTS = Settings()
+_TYPES: dict[str, type] = {
+    field.name: type(getattr(_DEFAULTS, field.name)) for field in fields(Settings)
+}
+_POSTGRES_NAME_BYTES = 63
+
+
+def get() -> Settings:
+    """The settings as they are now; raises `ImproperlyConfigured` for a wrong type or value.
+
+    Unknown names are left to the system check, so that a deployment with a newer setting still runs.
+    """
+    given = getattr(settings, "PGSTREAMS", {})
+    if not given:
+        return _DEFAULTS
+    return Settings(**{name: _checked(name, given[name]) for name in given if name in _TYPES})
+
+
+def problems() -> list[str]:
+    """Everything that is wrong with `PGSTREAMS`, a sentence each."""
+    given = getattr(settings, "PGSTREAMS", {})
+    if not isinstance(given, dict):
+        return [f"PGSTREAMS must be a dict, not {type(given).__name__}."]
+    found = [
+        f"PGSTREAMS has no setting {name!r}; it has {', '.join(sorted(_TYPES))}."
+        for name in given
+        if name not in _TYPES
+    ]
+    for name, value in given.items():
+        if name in _TYPES:
+            try:
+                _checked(name, value)
+            except ImproperlyConfigured as error:
+                found.append(str(error))
+    return found
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value if it has the setting's type and range, else `ImproperlyConfigured`."""
+    wanted = _TYPES[name]
+    accepted = (int, float) if wanted is float else wanted
+    if not isinstance(value, accepted) or isinstance(value, bool):
+        raise ImproperlyConfigured(
+            f"PGSTREAMS[{name!r}] must be of type {wanted.__name__}, not {value!r}."
+        )
+    if isinstance(value, int | float) and not value > 0:
+        raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be above 0, not {value!r}.")
+    if name == "READ_POOL_SIZE" and value < 2:
+        raise ImproperlyConfigured(
+            "PGSTREAMS['READ_POOL_SIZE'] must be at least 2: one connection serves live reads, "
+            "the others catch-up."
+        )
+    if name == "CHANNEL" and not 0 < len(value.encode()) <= _POSTGRES_NAME_BYTES:
+        raise ImproperlyConfigured(
+            f"PGSTREAMS['CHANNEL'] must have 1 to {_POSTGRES_NAME_BYTES} bytes, not "
+            f"{len(value.encode())}: Postgres would cut it, and nobody would be woken."
+        )
+    return value

@@ -1,0 +1,108 @@
+"""The error tree of the app: everything that it raises on purpose is a `PGStreamsError`.
+
+PGStreamsError
+ ├─ StreamClosed        append or close on a stream that has ended
+ ├─ StreamMissing       no such stream (it is also `Stream.DoesNotExist`)
+ ├─ StreamBusy          another transaction holds the stream's row
+ ├─ OffsetConflict      the tail is not where `expected_offset` says
+ ├─ InvalidKey          a key breaks the rule (also a `ValidationError`)
+ ├─ InvalidPayload      a value cannot be stored (also a `ValidationError`)
+ ├─ ChunkImmutable      a stored chunk would change or go
+ ├─ ManagedField        a counter or state would be written from outside
+ ├─ StreamGap           a reader's position was trimmed away
+ └─ StreamReset         a reader's position belongs to another life of the stream
+"""
+
+from __future__ import annotations
+
+from django.core.exceptions import ObjectDoesNotExist, ValidationError
+
+
+class PGStreamsError(Exception):
+    """Base of every error that this app raises on purpose."""
+
+
+class StreamClosed(PGStreamsError):
+    """The stream has ended: nothing more can be appended, and its end cannot change.
+
+    `state` and `reason` tell how it ended.
+    """
+
+    def __init__(self, message: str, *, state: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.state = state
+        self.reason = reason
+
+
+class StreamMissing(PGStreamsError, ObjectDoesNotExist):
+    """The stream was never created, or was deleted, or its creation is not committed yet.
+
+    `Stream.DoesNotExist` is this class.
+    """
+
+
+class StreamBusy(PGStreamsError):
+    """Another transaction held the stream's row for longer than the lock timeout. Try again."""
+
+
+class OffsetConflict(PGStreamsError):
+    """The stream's tail differs from the `expected_offset` of an append; nothing was stored.
+
+    `expected` and `actual` are the two tails.
+    """
+
+    def __init__(self, message: str, *, expected: int, actual: int) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.actual = actual
+
+
+class InvalidKey(PGStreamsError, ValidationError):
+    """A stream key breaks the rule that `codec.check_key` states."""
+
+    def __init__(self, message: str) -> None:
+        ValidationError.__init__(self, message, code="invalid_key")
+
+    def __str__(self) -> str:
+        return str(self.message)
+
+
+class InvalidPayload(PGStreamsError, ValidationError):
+    """A value cannot be stored in the stream; the message names the place inside the value."""
+
+    def __init__(self, message: str) -> None:
+        ValidationError.__init__(self, message, code="invalid_payload")
+
+    def __str__(self) -> str:
+        return str(self.message)
+
+
+class ChunkImmutable(PGStreamsError):
+    """A stored chunk cannot be saved again, updated or deleted on its own."""
+
+
+class ManagedField(PGStreamsError):
+    """A field that only the app's own statements write was given a value from outside."""
+
+
+class StreamGap(PGStreamsError):
+    """Chunks between `requested` and `first` are no longer stored.
+
+    Read on from `first` to accept the loss.
+    """
+
+    def __init__(self, message: str, *, requested: int, first: int) -> None:
+        super().__init__(message)
+        self.requested = requested
+        self.first = first
+
+
+class StreamReset(PGStreamsError):
+    """The position belongs to another life of the stream, or lies beyond its tail.
+
+    Read again from the beginning; `epoch` is the present one.
+    """
+
+    def __init__(self, message: str, *, epoch: str) -> None:
+        super().__init__(message)
+        self.epoch = epoch

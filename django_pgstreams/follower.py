@@ -1,0 +1,236 @@
+"""One stream followed in one event loop: what its followers share (`Feed`), and one reader's way (`Follower`).
+
+Invariant: a follower is given the chunks from its position on, each once and in order, then the end; whatever
+stands in between (trimmed chunks, another life of the stream) is an event of its own, never a silent jump.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple, Protocol, TypeAlias
+
+from .models import Stream
+from .pages import Page, StoredChunk, StreamRow
+from .window import Window
+
+DELETED = "deleted"
+"""What `Closed.state` says of a stream that was deleted while it was followed."""
+
+# What a follower sees ------------------------------------------------------------------------------
+
+
+class Chunks(NamedTuple):
+    """The next contiguous run; `chunks[0].offset` is the position the follower was at."""
+
+    chunks: list[StoredChunk]
+
+
+class Live(NamedTuple):
+    """The tail has been reached for the first time, at position `offset`."""
+
+    offset: int
+
+
+class Gap(NamedTuple):
+    """Chunks from `requested` up to `first` are no longer stored; the follower goes on at `first`."""
+
+    requested: int
+    first: int
+
+
+class Reset(NamedTuple):
+    """The position was of another life of the stream or beyond its tail; the follower goes on at 0."""
+
+    epoch: str
+
+
+class Closed(NamedTuple):
+    """The end, at position `offset`, after the last chunk."""
+
+    offset: int
+    state: str
+    reason: str
+
+
+Event: TypeAlias = Chunks | Live | Gap | Reset | Closed
+
+
+class Feed:
+    """What the followers of one stream share in one event loop."""
+
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+        self.row: StreamRow | None = None
+        self.gone = False
+        self.window: Window | None = None
+        self.followers = 0
+        self.waiting: set[asyncio.Future[None]] = set()
+
+    def take(self, page: Page, max_bytes: int) -> None:
+        """Learn from a page that was read: the row if it is newer, the chunks if they continue the window."""
+        if page.row is None:
+            self.gone = True
+        elif self.row is None or self.row.epoch != page.row.epoch:
+            self.row, self.window = page.row, None
+        elif _age(page.row) > _age(self.row):
+            self.row = page.row
+        if self.window is not None:
+            self.window.extend(page.position, page.chunks, max_bytes)
+        self.wake()
+
+    def move_window(self, page: Page, max_bytes: int) -> None:
+        """Begin the window anew with a page that reaches the tail."""
+        self.window = Window(page.position)
+        self.window.extend(page.position, page.chunks, max_bytes)
+
+    def wake(self) -> None:
+        """Have everyone who waits look again."""
+        waiting, self.waiting = self.waiting, set()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def end_at(self, position: int) -> Closed | None:
+        """The end, if the stream is over for a reader at `position`."""
+        if self.gone:
+            return Closed(position, DELETED, "")
+        row = self.row
+        if row is None or row.state == Stream.State.OPEN or position != row.next_offset:
+            return None
+        return Closed(position, row.state, row.reason)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the window is known to end before the tail."""
+        return (
+            self.window is not None
+            and self.row is not None
+            and self.window.end < self.row.next_offset
+        )
+
+
+def _age(row: StreamRow) -> tuple[int, bool, int]:
+    """Orders the snapshots of one life of a stream: none of these ever goes back."""
+    return row.next_offset, row.state != Stream.State.OPEN, row.first_offset
+
+
+class Reader(Protocol):
+    """What a follower needs of the hub that reads for it."""
+
+    @property
+    def page_chunks(self) -> int:
+        """How many chunks a follower takes at a time."""
+
+    @property
+    def page_bytes(self) -> int:
+        """How much payload a follower takes at a time."""
+
+    @property
+    def window_bytes(self) -> int:
+        """The bound of each window."""
+
+    def unfollow(self, feed: Feed) -> None:
+        """Forget a follower."""
+
+    def is_dirty(self, feed: Feed) -> bool:
+        """Whether the feed may have moved since it was read."""
+
+    def mark(self, feed: Feed) -> None:
+        """Have a feed read as soon as somebody waits at its end."""
+
+    def learn(self, feed: Feed, page: Page) -> None:
+        """Take what a page tells about its stream."""
+
+    async def wait(self, feed: Feed) -> None:
+        """Wait until something about a feed has changed."""
+
+    async def page(self, feed: Feed, position: int) -> Page:
+        """A page, read together with whoever wants the same."""
+
+    async def read_page(self, feed: Feed, position: int) -> Page:
+        """A page, read now."""
+
+
+class Follower:
+    """One reader's way through a stream: it pulls, from its own position, at its own pace."""
+
+    def __init__(self, reader: Reader, feed: Feed, position: int, epoch: str) -> None:
+        self.position = position
+        self.epoch = epoch
+        self._reader = reader
+        self._feed = feed
+        self._live = False
+        self._tail_seen: int | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Stop following. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._reader.unfollow(self._feed)
+
+    async def next(self) -> Event:
+        """Wait for what comes next. After `Closed` there is nothing more."""
+        feed = self._feed
+        while True:
+            if not feed.gone and feed.row is not None and feed.row.epoch != self.epoch:
+                return self._reset(feed.row.epoch)
+            event = feed.end_at(self.position) or self._from_window() or await self._read_on()
+            if event is not None:
+                return event
+
+    def _reset(self, epoch: str) -> Reset:
+        self.epoch = epoch
+        self.position = 0
+        self._live = False
+        self._tail_seen = None
+        return Reset(epoch)
+
+    def _from_window(self) -> Event | None:
+        """Chunks that the window holds, or the news that there are none left."""
+        feed, window = self._feed, self._feed.window
+        if window is None:
+            return None
+        chunks = window.slice(self.position, self._reader.page_chunks, self._reader.page_bytes)
+        if chunks:
+            self.position += len(chunks)
+            return Chunks(chunks)
+        at_tail = feed.row is not None and self.position == feed.row.next_offset == window.end
+        if at_tail and not self._live and not self._reader.is_dirty(feed):
+            self._live = True
+            return Live(self.position)
+        return None
+
+    async def _read_on(self) -> Event | None:
+        """Wait at the end of the window, or read a page where the window does not reach."""
+        feed, window = self._feed, self._feed.window
+        if window is not None and self.position in (window.end, self._tail_seen):
+            if self.position > window.end:
+                self._reader.mark(
+                    feed
+                )  # this reader has seen more than the window, which must catch up
+            await self._reader.wait(feed)
+            return None
+        page = await self._reader.page(feed, self.position)
+        if page.row is not None and self.position > page.row.next_offset:
+            # Beyond the tail, says a read that others may have begun before this position existed.
+            page = await self._reader.read_page(feed, self.position)
+        return self._take(page)
+
+    def _take(self, page: Page) -> Event | None:
+        feed = self._feed
+        self._reader.learn(feed, page)
+        if page.row is None:
+            return None
+        if page.row.epoch != self.epoch or self.position > page.row.next_offset:
+            return self._reset(page.row.epoch)
+        if page.gap_to is not None:
+            self.position = page.gap_to
+            return Gap(page.position, page.gap_to)
+        if page.at_tail:
+            self._tail_seen = page.next
+            # Nobody waits at the window's end, so it may move to where this reader is.
+            if not feed.waiting and (feed.window is None or feed.window.end < page.next):
+                feed.move_window(page, self._reader.window_bytes)
+        self.position = page.next
+        return Chunks(page.chunks) if page.chunks else None

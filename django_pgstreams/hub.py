@@ -1,0 +1,523 @@
+"""The hub: one per event loop and database; it turns wake-ups into reads that all its followers share.
+
+Invariants:
+- a follower registers before it reads, so a chunk committed after its read marks its feed dirty;
+- a dirty mark is cleared before the query that answers it, and restored when that query fails;
+- a window only advances from its end while somebody waits there: slow readers read the table at their own
+  pace, and nothing is queued for anybody;
+- a hint is skipped only when the window already reaches its tail and nothing else changed.
+Wake-ups are hints: all of this also holds with none, by the poll, which marks every feed dirty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+
+import psycopg
+from channels.db import database_sync_to_async
+from django.db import router
+
+from . import background, conf, database, listener, pages, sql, wire
+from .buffer import Batch
+from .exceptions import StreamGap, StreamMissing, StreamReset
+from .models import Chunk, Stream
+from .follower import DELETED, Chunks, Closed, Event, Feed, Follower, Gap, Reset
+from .pages import Page
+from .window import Window
+
+logger = logging.getLogger(__name__)
+
+DELETED = "deleted"
+"""What `Closed.state` and `Subscription.state` say of a stream that was deleted while it was followed."""
+
+_ROLE = "reader"
+_TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, OSError, TimeoutError)
+_MAX_BACKOFF_SECONDS = 5.0
+_HOUSEKEEPING_SECONDS = 5.0
+_MIN_TICK_CHUNKS = 16
+
+
+def _backoff_seconds(failures: int) -> float:
+    """Capped, jittered time to wait after so many failures in a row."""
+    return random.uniform(0.5, 1) * min(0.05 * 2 ** min(failures, 10), _MAX_BACKOFF_SECONDS)
+
+
+class Hub:
+    """Reads for all followers of one event loop and database. Use `get`, in the loop."""
+
+    def __init__(self, using: str) -> None:
+        self._settings = conf.get()
+        self.using = using
+        self.loop = asyncio.get_running_loop()
+        self._feeds: dict[int, Feed] = {}
+        self._dirty: dict[Feed, None] = {}  # in the order in which they will be read
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._reads: dict[tuple[Feed, int], asyncio.Task[Page]] = {}
+        self._failing = False
+        timeout = self._settings.QUERY_TIMEOUT_SECONDS
+        # The live reads have a connection of their own: a crowd that catches up cannot starve them.
+        self._live_pool = database.ReadPool(using, _ROLE, size=1, timeout_seconds=timeout)
+        self._catch_up_pool = database.ReadPool(
+            using, _ROLE, size=self._settings.READ_POOL_SIZE - 1, timeout_seconds=timeout
+        )
+        self.queries = 0
+        self.polls = 0
+        self.wake_ups = 0
+
+    # Followers -------------------------------------------------------------------------------------
+
+    def follow(self, stream_id: int, position: int, epoch: str) -> Follower:
+        """Register a follower of a stream, who wants `position` next, as known under `epoch`."""
+        feed = self._feeds.get(stream_id)
+        if feed is None:
+            feed = self._feeds[stream_id] = Feed(stream_id)
+        feed.followers += 1
+        if self._task is None:
+            self._start()
+        return Follower(self, feed, position, epoch)
+
+    def _start(self) -> None:
+        self._task = self.loop.create_task(self._run(), name="pgstreams-hub")
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Supervise: whatever ended the task by mistake, the followers are served on."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("The hub of %r failed and starts again", self.using, exc_info=error)
+            if self._feeds and self._task is None:
+                self._start()
+
+    def unfollow(self, feed: Feed) -> None:
+        """Forget a follower; with the last one the feed goes too."""
+        feed.followers -= 1
+        if not feed.followers:
+            self._feeds.pop(feed.stream_id, None)
+            self._dirty.pop(feed, None)
+
+    @property
+    def page_chunks(self) -> int:
+        """How many chunks a follower takes at a time."""
+        return self._settings.PAGE_CHUNKS
+
+    @property
+    def page_bytes(self) -> int:
+        """How much payload a follower takes at a time."""
+        return self._settings.PAGE_BYTES
+
+    @property
+    def followers(self) -> int:
+        """How many followers there are."""
+        return sum(feed.followers for feed in self._feeds.values())
+
+    @property
+    def window_bytes(self) -> int:
+        """The bound of each window, so that all together keep theirs."""
+        return min(
+            self._settings.WINDOW_BYTES, self._settings.WINDOWS_BYTES // max(1, len(self._feeds))
+        )
+
+    async def wait(self, feed: Feed) -> None:
+        """Wait at the end of a feed's window until something about it has changed."""
+        future = self.loop.create_future()
+        feed.waiting.add(future)
+        if feed in self._dirty:
+            self._wanted.set()
+        try:
+            await future
+        finally:
+            feed.waiting.discard(future)
+
+    def is_dirty(self, feed: Feed) -> bool:
+        """Whether the feed may have moved since it was read."""
+        return feed in self._dirty
+
+    def mark(self, feed: Feed) -> None:
+        """Have a feed read as soon as somebody waits at its end."""
+        if feed.followers:
+            self._dirty[feed] = None
+        if feed.waiting:
+            self._wanted.set()
+
+    # Wake-ups --------------------------------------------------------------------------------------
+
+    def wake_from_thread(self, batch: Batch) -> None:
+        """Take wake-ups from any thread; those of streams that nobody follows here are dropped.
+
+        A follower that registers at this moment reads afterwards, and so sees what the hint is about.
+        """
+        if not batch.everything:
+            batch = Batch(
+                tuple(hint for hint in batch.wake_ups if hint.stream_id in self._feeds), False
+            )
+            if not batch.wake_ups:
+                return
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop has been closed, and its followers with it
+            self.loop.call_soon_threadsafe(self._wake, batch)
+
+    def _wake(self, batch: Batch) -> None:
+        self.wake_ups += len(batch.wake_ups) + batch.everything
+        if batch.everything:
+            for feed in self._feeds.values():
+                self.mark(feed)
+        for stream_id, tail, changed in batch.wake_ups:
+            feed = self._feeds.get(stream_id)
+            if feed is not None and (changed or feed.window is None or feed.window.end < tail):
+                self.mark(feed)
+
+    # The task that reads for those who wait --------------------------------------------------------
+
+    async def _run(self) -> None:
+        heard = listener.get(self.using)
+        heard.attach(self.wake_from_thread)
+        interval = self._settings.POLL_INTERVAL_SECONDS
+        now = time.monotonic()
+        poll_at = now + random.uniform(0.5, 1) * interval  # processes that start together spread
+        used_at = now
+        failures = 0
+        try:
+            while self._feeds or now - used_at < self._settings.IDLE_SECONDS:
+                used_at = now if self._feeds else used_at
+                await self._wait_until(min(poll_at, now + _HOUSEKEEPING_SECONDS))
+                now = time.monotonic()
+                if now >= poll_at:
+                    poll_at = now + interval
+                    self._poll()
+                failures = 0 if await self._tick() else failures + 1
+                await self._close_idle()
+                if failures:
+                    await asyncio.sleep(_backoff_seconds(failures))
+        finally:
+            self._task = None
+            if not self._feeds:
+                _forget_hub(self)
+            heard.detach(self.wake_from_thread)
+            await self._disconnect()
+
+    async def _wait_until(self, when: float) -> None:
+        """Wait until somebody wants a read, or for the time given (monotonic seconds)."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0, when - time.monotonic())):
+                await self._wanted.wait()
+        self._wanted.clear()
+
+    def _poll(self) -> None:
+        for feed in self._feeds.values():
+            self.mark(feed)
+        if self._dirty:
+            self.polls += 1
+
+    async def _tick(self) -> bool:
+        """Read, in one query, every dirty feed at whose end somebody waits; False if that failed."""
+        feeds = [feed for feed in self._dirty if feed.waiting]
+        if not feeds:
+            return True
+        for feed in feeds:
+            del self._dirty[feed]
+        positions = [0 if feed.window is None else feed.window.end for feed in feeds]
+        max_chunks = max(_MIN_TICK_CHUNKS, self._settings.PAGE_CHUNKS // len(feeds))
+        try:
+            read = await self._read(self._live_pool, feeds, positions, max_chunks)
+        except Exception as error:  # the marks come back, whatever it was
+            for feed in feeds:
+                self.mark(feed)
+            self._report(error)
+            return False
+        self._report(None)
+        # Those for whom the bytes did not suffice come first next time.
+        for feed, page in sorted(
+            zip(feeds, read, strict=True), key=lambda pair: len(pair[1].chunks)
+        ):
+            if page.gap_to is not None:
+                # Trimmed beyond the window: its followers find the gap when they read on.
+                feed.window = Window(page.gap_to)
+            self.learn(feed, page)
+        return True
+
+    def learn(self, feed: Feed, page: Page) -> None:
+        """Take what a page tells about its stream; a window that is behind is read on."""
+        feed.take(page, self.window_bytes)
+        if feed.behind:
+            self.mark(feed)
+
+    async def _read(
+        self, pool: database.ReadPool, feeds: list[Feed], positions: list[int], max_chunks: int
+    ) -> list[Page]:
+        self.queries += 1
+        parameters = pages.parameters(
+            [feed.stream_id for feed in feeds],
+            positions,
+            max_chunks=max_chunks,
+            max_bytes=self._settings.PAGE_BYTES,
+        )
+        return pages.from_rows(positions, await pool.fetch(sql.PAGES, parameters))
+
+    def _report(self, error: Exception | None) -> None:
+        """Log a change between failing and working."""
+        if error is not None and not self._failing:
+            logger.warning("Streams of %r cannot be read: %s; trying again", self.using, error)
+        elif error is None and self._failing:
+            logger.info("Streams of %r are read again", self.using)
+        self._failing = error is not None
+
+    async def _close_idle(self) -> None:
+        for pool in (self._live_pool, self._catch_up_pool):
+            await pool.close_idle(self._settings.IDLE_SECONDS)
+
+    async def _disconnect(self) -> None:
+        for pool in (self._live_pool, self._catch_up_pool):
+            await pool.close()
+
+    async def close(self) -> None:
+        """Stop reading and disconnect; followers are not served any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    # Catch-up --------------------------------------------------------------------------------------
+
+    async def page(self, feed: Feed, position: int) -> Page:
+        """The page of a stream from a position on; equal positions share one read."""
+        # By feed, not by id: a read that began before this feed was registered may miss what it must see.
+        key = (feed, position)
+        task = self._reads.get(key)
+        if task is None:
+            task = self.loop.create_task(self.read_page(feed, position), name="pgstreams-page")
+            self._reads[key] = task
+            task.add_done_callback(lambda done: self._page_read(key, done))
+        # Whoever leaves does not take the read away from the others.
+        return await asyncio.shield(task)
+
+    def _page_read(self, key: tuple[Feed, int], task: asyncio.Task[Page]) -> None:
+        self._reads.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # its readers have it; without readers nobody needs it
+
+    async def read_page(self, feed: Feed, position: int) -> Page:
+        """The page of a stream from a position on, read now; tries again for ever while the database is away."""
+        failures = 0
+        while True:
+            try:
+                read = await self._read(
+                    self._catch_up_pool, [feed], [position], self._settings.PAGE_CHUNKS
+                )
+            except _TRANSIENT as error:
+                failures += 1
+                self._report(error)
+                await asyncio.sleep(_backoff_seconds(failures))
+                if not feed.followers:
+                    raise
+            else:
+                self._report(None)
+                return read[0]
+
+
+# The process's hubs --------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_hubs: dict[tuple[asyncio.AbstractEventLoop, str], Hub] = {}
+
+
+def get(using: str) -> Hub:
+    """The running event loop's hub for a database alias."""
+    loop = asyncio.get_running_loop()
+    with _lock:
+        for key in [key for key in _hubs if key[0].is_closed()]:
+            del _hubs[key]
+        if (loop, using) not in _hubs:
+            _hubs[loop, using] = Hub(using)
+        return _hubs[loop, using]
+
+
+def wake(using: str, batch: Batch) -> None:
+    """Wake this process's followers directly, from any thread."""
+    for hub in _all():
+        if hub.using == using:
+            hub.wake_from_thread(batch)
+
+
+def close_all(timeout_seconds: float = 5.0) -> None:
+    """Disconnect every hub of the process; not to be called in an event loop that has one."""
+    for hub in _all():
+        if hub.loop.is_running() and hub.loop is not asyncio._get_running_loop():
+            asyncio.run_coroutine_threadsafe(hub.close(), hub.loop).result(timeout_seconds)
+
+
+def _all() -> list[Hub]:
+    with _lock:
+        return list(_hubs.values())
+
+
+def _forget_hub(hub: Hub) -> None:
+    with _lock:
+        if _hubs.get((hub.loop, hub.using)) is hub:
+            del _hubs[hub.loop, hub.using]
+
+
+def _forget() -> None:
+    global _lock, _hubs
+    _lock = threading.Lock()
+    _hubs = {}
+
+
+background.after_fork(_forget)
+
+
+# Following from Python ------------------------------------------------------------------------------
+
+
+def subscribe(
+    stream: Stream | str,
+    offset: int | str = 0,
+    *,
+    epoch: str | None = None,
+    using: str | None = None,
+) -> Subscription:
+    """Follow a stream (or its key) from a position on, until it ends; for both `for` and `async for`.
+
+    `offset` is a position, `"tail"`, or minus n for the last n chunks. With `epoch` (as saved beside a position) a
+    re-created stream is noticed. Iterating yields `Chunk` instances, waits for new ones, and ends when the stream is
+    closed. It raises `StreamMissing` when the stream does not exist or is deleted, `StreamGap` when chunks at the
+    position are no longer stored, `StreamReset` when the position is of another life of the stream.
+    """
+    return Subscription(stream, wire.check_start(offset), epoch, using)
+
+
+class Subscription:
+    """A way through a stream. Iterating again goes on from `position`."""
+
+    def __init__(
+        self, stream: Stream | str, offset: int | str, epoch: str | None, using: str | None
+    ) -> None:
+        self.position: int | str = offset
+        """The offset wanted next: after the chunk, or the batch, that was yielded last."""
+        self.epoch = epoch
+        """The life of the stream that the position belongs to, once iteration has begun."""
+        self.state = ""
+        """How the stream ended, once it has."""
+        self.reason = ""
+        """Why it ended."""
+        self._stream = stream
+        self._using = using
+
+    def batches(self) -> Batches:
+        """The same in lists, as they were read: for `for` and `async for`."""
+        return Batches(self)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for batch in self._batches():
+            for chunk in batch:
+                self.position = chunk.offset + 1
+                yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        async with contextlib.aclosing(self._abatches()) as batches:
+            async for batch in batches:
+                for chunk in batch:
+                    self.position = chunk.offset + 1
+                    yield chunk
+
+    def _batches(self) -> Iterator[list[Chunk]]:
+        """Blocks; the hub of the background loop reads for all threads."""
+        stream, position = self._resolve()
+        follower = background.submit(self._follow(stream, position)).result()
+        pending = None
+        try:
+            while True:
+                pending = background.submit(follower.next())
+                chunks = self._take(stream, pending.result())
+                if chunks is None:
+                    return
+                if chunks:
+                    yield chunks
+        finally:
+            if pending is not None:
+                pending.cancel()
+            background.loop().call_soon_threadsafe(follower.close)
+
+    async def _abatches(self) -> AsyncGenerator[list[Chunk], None]:
+        stream, position = await database_sync_to_async(self._resolve)()
+        follower = await self._follow(stream, position)
+        try:
+            while (chunks := self._take(stream, await follower.next())) is not None:
+                if chunks:
+                    yield chunks
+        finally:
+            follower.close()
+
+    def _resolve(self) -> tuple[Stream, int]:
+        """The stream as it is now, and the position as a number."""
+        given = self._stream
+        if isinstance(given, Stream):
+            using = self._using or router.db_for_write(Stream, instance=given)
+            stream = Stream.objects.using(using).get(pk=given.pk)
+        else:
+            using = self._using or router.db_for_write(Stream)
+            stream = Stream.objects.using(using).get(key=given)
+        self.epoch = self.epoch or stream.epoch
+        return stream, start(stream, self.position)
+
+    async def _follow(self, stream: Stream, position: int) -> Follower:
+        using = router.db_for_write(Stream, instance=stream)
+        return get(using).follow(stream.pk, position, self.epoch or stream.epoch)
+
+    def _take(self, stream: Stream, event: Event) -> list[Chunk] | None:
+        """The chunks of an event; None at the end; raises where the reader must decide."""
+        match event:
+            case Chunks(chunks):
+                return [Chunk.stored(stream, *stored) for stored in chunks]
+            case Closed(_, state, reason):
+                if state == DELETED:
+                    raise StreamMissing(f"Stream {stream.key!r} was deleted while it was followed.")
+                self.state, self.reason = state, reason
+                return None
+            case Gap(requested, first):
+                raise StreamGap(
+                    f"Chunks {requested}–{first - 1} of stream {stream.key!r} are no longer stored; "
+                    f"subscribe from {first} to go on.",
+                    requested=requested,
+                    first=first,
+                )
+            case Reset(epoch):
+                raise StreamReset(
+                    f"Position {self.position} is not one of stream {stream.key!r} as it is now "
+                    f"(epoch {epoch}); subscribe from 0.",
+                    epoch=epoch,
+                )
+        return []
+
+
+class Batches:
+    """The chunks of a subscription in lists."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    def __iter__(self) -> Iterator[list[Chunk]]:
+        for batch in self._subscription._batches():
+            self._subscription.position = batch[-1].offset + 1
+            yield batch
+
+    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
+        async with contextlib.aclosing(self._subscription._abatches()) as batches:
+            async for batch in batches:
+                self._subscription.position = batch[-1].offset + 1
+                yield batch
+
+
+def start(stream: Stream, offset: int | str) -> int:
+    """The position that a start (`wire.check_start`) means for a stream as it was just read."""
+    if isinstance(offset, str):
+        return stream.next_offset
+    if offset < 0:
+        return max(stream.first_offset, stream.next_offset + offset)
+    return offset

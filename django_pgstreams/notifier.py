@@ -1,0 +1,230 @@
+"""The notifier: one buffer and one flushing thread per process and database.
+
+Invariant: a wake-up that was announced stays in the buffer until a flush that carries it has committed, so a
+failing flush costs time only, and never fails an append. Interleavings that matter:
+
+- announced while a flush is under way: the batch was taken before, so the new wake-up waits for the next flush;
+- a flush fails: its batch goes back and is merged with what came meanwhile, highest tail wins;
+- the process forks: the child starts with no notifier; the parent's thread flushes what the parent announced;
+- the process ends: the thread is asked to stop, and what is left is flushed in the calling thread, since none
+  can be started then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import random
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import psycopg
+
+from . import background, conf, database, sql, wire
+from .buffer import Batch, Buffer, WakeUp
+
+logger = logging.getLogger(__name__)
+
+_ROLE = "notifier"
+_SECONDS_PER_NOTIFIER = 0.001
+"""Of all notifiers of a cluster together, at most one flush in this time: each takes a cluster-wide lock."""
+_REST_PER_FLUSH = 4
+_MAX_REST_SECONDS = 0.25
+_COUNT_EVERY_SECONDS = 30.0
+_MAX_BACKOFF_SECONDS = 5.0
+_JOIN_SECONDS = 5.0
+
+
+class Notifier:
+    """Announces wake-ups of one database. Its thread starts with the first one."""
+
+    def __init__(
+        self, using: str, *, channel: str, flush_interval_seconds: float, idle_seconds: float
+    ) -> None:
+        self._using = using
+        self._channel = channel
+        self._flush_interval_seconds = flush_interval_seconds
+        self._idle_seconds = idle_seconds
+        self._condition = threading.Condition()
+        self._buffer = Buffer()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._durations: deque[float] = deque(maxlen=32)
+        self._sessions = 1
+        self._counted_at = 0.0
+        self.flushes = 0
+        self.failed_flushes = 0
+
+    def announce(self, wake_ups: Iterable[WakeUp]) -> bool:
+        """Put wake-ups into the buffer and return at once; False if this notifier has been closed."""
+        with self._condition:
+            if self._stopping:
+                return False
+            self._buffer.add(wake_ups)
+            if self._thread is None:
+                self._start()
+            self._condition.notify()
+            return True
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="pgstreams-notifier", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The interpreter is shutting down: `close` flushes in its own thread.
+            logger.debug("No notifier thread can start any more; the last flush comes at exit")
+            return
+        self._thread = thread
+
+    def close(self, timeout_seconds: float) -> None:
+        """Stop the thread, flush what is left in the calling thread, and disconnect; bounded in time."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._condition:
+            self._stopping = True
+            thread = self._thread
+            self._condition.notify()
+        if thread is not None:
+            thread.join(timeout_seconds)
+            if thread.is_alive():
+                logger.warning(
+                    "The notifier of %r did not stop in %.1f s", self._using, timeout_seconds
+                )
+                return
+        if self._buffer and time.monotonic() < deadline:
+            try:
+                self._flush(self._buffer.take())
+            except psycopg.Error as error:
+                logger.warning("The last wake-ups of %r were not sent: %s", self._using, error)
+        self._disconnect()
+
+    # The thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        while (batch := self._next_batch()) is not None:
+            if not batch.wake_ups and not batch.everything:
+                self._disconnect()
+                continue
+            started = time.monotonic()
+            try:
+                self._flush(batch)
+            except Exception as error:
+                failures += 1
+                self.failed_flushes += 1
+                self._disconnect()
+                with self._condition:
+                    self._buffer.restore(batch)
+                if failures == 1:
+                    logger.warning("Wake-ups of %r wait: the flush failed: %s", self._using, error)
+                self._rest(random.uniform(0.5, 1) * min(0.05 * 2**failures, _MAX_BACKOFF_SECONDS))
+                continue
+            if failures:
+                logger.info("Wake-ups of %r are sent again", self._using)
+                failures = 0
+            self._durations.append(time.monotonic() - started)
+            self._rest(self._pace() - (time.monotonic() - started))
+
+    def _next_batch(self) -> Batch | None:
+        """What waits, once something does; an empty batch after a time of idleness; None to end."""
+        with self._condition:
+            if not self._condition.wait_for(
+                lambda: self._buffer or self._stopping,
+                timeout=self._idle_seconds if self._connection else None,
+            ):
+                return Batch((), False)
+            return None if self._stopping else self._buffer.take()
+
+    def _rest(self, seconds: float) -> None:
+        """Let wake-ups gather, unless the notifier is to stop."""
+        if seconds > 0:
+            with self._condition:
+                self._condition.wait_for(lambda: self._stopping, timeout=seconds)
+
+    def _pace(self) -> float:
+        """Seconds from the start of one flush to the start of the next."""
+        wanted = max(
+            self._flush_interval_seconds,
+            _SECONDS_PER_NOTIFIER * self._sessions,
+            _REST_PER_FLUSH * statistics.median(self._durations),
+        )
+        return min(wanted, max(_MAX_REST_SECONDS, self._flush_interval_seconds))
+
+    def _flush(self, batch: Batch) -> None:
+        if self._connection is None:
+            self._connection = database.connect(self._using, _ROLE)
+        payloads = wire.pack(batch)
+        self._connection.execute(sql.NOTIFY, {"channel": self._channel, "payloads": payloads})
+        self.flushes += 1
+        if time.monotonic() - self._counted_at > _COUNT_EVERY_SECONDS:
+            self._counted_at = time.monotonic()
+            name = database.application_name(_ROLE)
+            row = self._connection.execute(
+                sql.COUNT_SESSIONS, {"application_name": name}
+            ).fetchone()
+            self._sessions = row[0] if row else 1
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error):
+                connection.close()
+
+
+# The process's notifiers ---------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_notifiers: dict[str, Notifier] = {}
+_at_exit = False
+
+
+def get(using: str) -> Notifier:
+    """The process's notifier for a database alias."""
+    global _at_exit
+    with _lock:
+        if using not in _notifiers:
+            settings = conf.get()
+            _notifiers[using] = Notifier(
+                using,
+                channel=settings.CHANNEL,
+                flush_interval_seconds=settings.FLUSH_INTERVAL_SECONDS,
+                idle_seconds=settings.IDLE_SECONDS,
+            )
+            if not _at_exit:
+                atexit.register(_flush_at_exit)
+                _at_exit = True
+        return _notifiers[using]
+
+
+def announce(using: str, wake_ups: Iterable[WakeUp]) -> None:
+    """Have the process's notifier send wake-ups; never waits and never raises for the database's sake."""
+    wake_ups = tuple(wake_ups)
+    while not get(using).announce(wake_ups):
+        pass  # closed between the look-up and the call: the next look-up makes a new one
+
+
+def close_all(timeout_seconds: float = _JOIN_SECONDS) -> None:
+    """Flush and disconnect every notifier of the process; the next announcement starts anew."""
+    with _lock:
+        closing = list(_notifiers.values())
+        _notifiers.clear()
+    for notifier in closing:
+        notifier.close(timeout_seconds)
+
+
+def _flush_at_exit() -> None:
+    close_all(conf.get().EXIT_FLUSH_SECONDS)
+
+
+def _forget() -> None:
+    global _lock, _notifiers
+    _lock = threading.Lock()
+    _notifiers = {}
+
+
+background.after_fork(_forget)

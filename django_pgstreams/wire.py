@@ -1,0 +1,164 @@
+"""What goes over the wire: packed wake-ups for `NOTIFY`, and the frames of `pgstreams.v1`; pure.
+
+Invariant: a frame holds stored JSON as it was stored (spliced, never parsed), and no more payload than its bound
+unless a single chunk is larger; a notification never exceeds Postgres's 8,000 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import keys
+from .buffer import Batch, WakeUp
+from .exceptions import PGStreamsError
+
+SUBPROTOCOL = "pgstreams.v1"
+
+# Wake-ups ------------------------------------------------------------------------------------------
+
+EVERYTHING = "*"
+_MAX_NOTIFICATION_BYTES = 7900
+_CHANGED = "!"
+
+
+def pack(batch: Batch) -> list[str]:
+    """The notification payloads for a batch: `"17:204 18:3! …"`, and `"*"` for everything."""
+    payloads = [EVERYTHING] if batch.everything else []
+    line: list[str] = []
+    size = 0
+    for stream_id, tail, changed in batch.wake_ups:
+        word = f"{stream_id}:{tail}{_CHANGED if changed else ''}"
+        if line and size + 1 + len(word) > _MAX_NOTIFICATION_BYTES:
+            payloads.append(" ".join(line))
+            line, size = [], 0
+        size += len(word) + (1 if line else 0)
+        line.append(word)
+    if line:
+        payloads.append(" ".join(line))
+    return payloads
+
+
+def unpack(payload: str) -> Batch:
+    """The batch that a notification stands for; words that are not wake-ups stand for everything."""
+    wake_ups: list[WakeUp] = []
+    everything = False
+    for word in payload.split():
+        stream_id, _, tail = word.removesuffix(_CHANGED).partition(":")
+        if stream_id.isdecimal() and tail.isdecimal():
+            wake_ups.append(WakeUp(int(stream_id), int(tail), word.endswith(_CHANGED)))
+        else:
+            everything = True
+    return Batch(tuple(wake_ups), everything)
+
+
+# Frames from the client ----------------------------------------------------------------------------
+
+_MAX_OFFSET = 2**63 - 1
+TAIL = "tail"
+
+
+class BadFrame(PGStreamsError):
+    """A client's frame cannot be understood; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFrame:
+    """A frame from a client. `offset` is a position, `"tail"`, or minus the number of last chunks."""
+
+    type: str
+    stream: str
+    offset: int | str = 0
+    epoch: str | None = None
+
+
+def parse(text: str) -> ClientFrame:
+    """The client's frame. Raises `BadFrame`, or `InvalidKey` when only the key is wrong."""
+    try:
+        frame = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadFrame(f"The frame is not JSON: {error}.") from error
+    if not isinstance(frame, dict):
+        raise BadFrame(f"A frame is a JSON object, not {_json_name(frame)}.")
+    kind = frame.get("type")
+    if not isinstance(kind, str) or kind not in ("subscribe", "ack", "unsubscribe", "cancel"):
+        raise BadFrame(
+            f"The frame's type is {_shown(kind)}; it is one of subscribe, ack, unsubscribe, cancel."
+        )
+    if "stream" not in frame:
+        raise BadFrame(f'A frame of type {kind} names its stream: "stream" is missing.')
+    keys.check_key(frame["stream"])
+    epoch = frame.get("epoch")
+    if epoch is not None and not isinstance(epoch, str):
+        raise BadFrame(f"epoch is a string, not {_shown(epoch)}.")
+    if kind == "subscribe":
+        return ClientFrame(kind, frame["stream"], check_start(frame.get("offset", 0)), epoch)
+    if kind == "ack":
+        offset = check_start(frame.get("offset"))
+        if not isinstance(offset, int) or offset < 0:
+            raise BadFrame(f"The offset of an ack is a position, 0 or more, not {_shown(offset)}.")
+        return ClientFrame(kind, frame["stream"], offset)
+    return ClientFrame(kind, frame["stream"])
+
+
+def check_start(offset: object) -> int | str:
+    """Where a subscription starts: a position, `"tail"`, or minus n for the last n. Raises `BadFrame`."""
+    if offset == TAIL:
+        return TAIL
+    if (
+        isinstance(offset, int)
+        and not isinstance(offset, bool)
+        and -_MAX_OFFSET <= offset <= _MAX_OFFSET
+    ):
+        return offset
+    raise BadFrame(
+        f'An offset is a position, 0 or more; "tail"; or a negative number for the last chunks; not {_shown(offset)}.'
+    )
+
+
+def _json_name(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+# Frames from the server ----------------------------------------------------------------------------
+
+
+def frame(kind: str, stream: str | None = None, **fields: Any) -> str:
+    """A frame without payload. `None` for the stream leaves it out."""
+    about = {} if stream is None else {"stream": stream}
+    return json.dumps({"type": kind, **about, **fields}, separators=(",", ":"))
+
+
+def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) -> Iterator[str]:
+    """`chunks` frames for consecutive chunks from `offset` on.
+
+    `data` is each chunk's JSON text (`codec.splice`).
+    """
+    for first, run in _runs(data, max_bytes):
+        at = offset + first
+        head = json.dumps({"type": "chunks", "stream": stream, "offset": at, "next": at + len(run)})
+        yield f'{head[:-1]}, "data": [{",".join(run)}]}}'
+
+
+def _runs(data: Iterable[str], max_bytes: int) -> Iterator[tuple[int, list[str]]]:
+    """The texts in runs of at most `max_bytes` UTF-8 bytes (or one text), with the index of each run's first."""
+    first = 0
+    run: list[str] = []
+    size = 0
+    for index, text in enumerate(data):
+        text_bytes = len(text.encode())
+        if run and size + text_bytes > max_bytes:
+            yield first, run
+            first, run, size = index, [], 0
+        run.append(text)
+        size += text_bytes + 1
+    if run:
+        yield first, run
