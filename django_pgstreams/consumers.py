@@ -245,8 +245,7 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
             await self.send(text_data=_subscribed_frame(stream, position))
             while True:
                 event = await follower.next()
-                await self._send_event(key, stream.content_type, event)
-                subscribed.sent = follower.position
+                await self._send_event(key, stream.content_type, event, subscribed)
                 if isinstance(event, Closed):
                     return CLOSE_ENDED
                 await asyncio.sleep(
@@ -255,18 +254,23 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
         finally:
             follower.close()
 
-    async def _send_event(self, key: str, content_type: str, event: Event) -> None:
+    async def _send_event(
+        self, key: str, content_type: str, event: Event, subscribed: _Subscribed
+    ) -> None:
         match event:
             case Chunks(chunks):
                 texts = [codec.splice(content_type, chunk.payload) for chunk in chunks]
                 frames = wire.chunk_frames(key, chunks[0].offset, texts, conf.get().MAX_FRAME_BYTES)
-                for text in frames:
+                for text, position in frames:
+                    subscribed.sent = position  # before the send: the acknowledgement may be quick
                     await self.send(text_data=text)
             case Live(offset):
                 await self.send(text_data=wire.frame("live", key, offset=offset))
             case Gap(requested, first):
+                subscribed.sent = first
                 await self.send(text_data=wire.frame("gap", key, requested=requested, first=first))
             case Reset(epoch):
+                subscribed.sent = subscribed.acked = 0
                 await self.send(text_data=wire.frame("reset", key, epoch=epoch))
             case Closed(offset, state, reason):
                 await self.send(

@@ -137,15 +137,17 @@ def frame(kind: str, stream: str | None = None, **fields: Any) -> str:
     return json.dumps({"type": kind, **about, **fields}, separators=(",", ":"))
 
 
-def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) -> Iterator[str]:
-    """`chunks` frames for consecutive chunks from `offset` on.
+def chunk_frames(
+    stream: str, offset: int, data: Sequence[str], max_bytes: int
+) -> Iterator[tuple[str, int]]:
+    """`chunks` frames for consecutive chunks from `offset` on, each with the position after it.
 
     `data` is each chunk's JSON text (`codec.splice`).
     """
     for first, run in _runs(data, max_bytes):
         at = offset + first
         head = json.dumps({"type": "chunks", "stream": stream, "offset": at, "next": at + len(run)})
-        yield f'{head[:-1]}, "data": [{",".join(run)}]}}'
+        yield f'{head[:-1]}, "data": [{",".join(run)}]}}', at + len(run)
 
 
 def _runs(data: Iterable[str], max_bytes: int) -> Iterator[tuple[int, list[str]]]:
