@@ -5,6 +5,8 @@ Tests have databases of their own (`test_…`), so a running demo is not disturb
 
 from __future__ import annotations
 
+import os
+
 from example_project.settings import *  # noqa: F403
 
 DEBUG = False
@@ -12,3 +14,7 @@ SECRET_KEY = "tests"
 # Hashing passwords slowly is for real users.
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 EMAIL_BACKEND = "django.core.mail.backends.locmem.EmailBackend"
+
+# Runs that share a server at the same time each name a database of their own.
+if os.environ.get("TEST_DB"):
+    DATABASES["default"]["TEST"] = {"NAME": f"test_{os.environ['TEST_DB']}"}  # noqa: F405
