@@ -247,7 +247,7 @@ class Stream(models.Model):
         signals.stream_closed.send(sender=Stream, stream=self, using=using)
 
     def _alias(self) -> str:
-        return self._state.db or router.db_for_write(Stream, instance=self)
+        return router.db_for_write(Stream, instance=self)
 
     def _take(self, counters: store.Counters) -> None:
         """Set this instance's managed fields to what the database has."""
