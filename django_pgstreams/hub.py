@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
@@ -57,7 +58,9 @@ class Hub:
         self.using = using
         self.loop = asyncio.get_running_loop()
         self._feeds: dict[int, Feed] = {}
-        self._dirty: dict[Feed, None] = {}  # in the order in which they will be read
+        # In the order in which they will be read, each with the tail that the read must reach to
+        # answer the mark: no tail is enough when something else may have changed.
+        self._dirty: dict[Feed, float] = {}
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._reads: dict[tuple[Feed, int], asyncio.Task[Page]] = {}
@@ -139,10 +142,10 @@ class Hub:
         """Whether the feed may have moved since it was read."""
         return feed in self._dirty
 
-    def mark(self, feed: Feed) -> None:
-        """Have a feed read as soon as somebody waits at its end."""
+    def mark(self, feed: Feed, tail: float = math.inf) -> None:
+        """Have a feed read as soon as somebody waits at its end; a window that reaches `tail` will do."""
         if feed.followers:
-            self._dirty[feed] = None
+            self._dirty[feed] = max(tail, self._dirty.get(feed, 0))
         if feed.waiting:
             self._wanted.set()
 
@@ -172,7 +175,7 @@ class Hub:
         for stream_id, tail, changed in batch.wake_ups:
             feed = self._feeds.get(stream_id)
             if feed is not None and (changed or feed.window is None or feed.window.end < tail):
-                self.mark(feed)
+                self.mark(feed, math.inf if changed else tail)
 
     # The task that reads for those who wait --------------------------------------------------------
 
@@ -246,6 +249,8 @@ class Hub:
     def learn(self, feed: Feed, page: Page) -> None:
         """Take what a page tells about its stream; a window that is behind is read on."""
         feed.take(page, self.window_bytes)
+        if feed.window is not None and self._dirty.get(feed, math.inf) <= feed.window.end:
+            del self._dirty[feed]  # marked while this was being read, which brought what the hint was about
         if feed.behind:
             self.mark(feed)
 
