@@ -6,6 +6,7 @@ instance, which may be stale; and a stored chunk never changes and goes only wit
 
 from __future__ import annotations
 
+import datetime
 import secrets
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from django.conf import settings
 from django.db import DatabaseError, models, router, transaction
 from django.db.models.functions import Now
 from django.db.models.signals import post_save, pre_save
+from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from . import codec, conf, keys, signals, store
@@ -430,8 +432,11 @@ class Chunk(models.Model):
         return f"{self.stream_id}:{self.offset}"
 
     @classmethod
-    def stored(cls, stream: Stream, offset: int, payload: bytes, created_at: Any) -> Chunk:
-        """An instance for a row that was read by the app's own SQL."""
+    def stored(cls, stream: Stream, offset: int, payload: bytes, created_at: datetime.datetime) -> Chunk:
+        """An instance for a row that was read by the app's own SQL; its time is what Django would give."""
+        if timezone.is_aware(created_at):
+            utc = created_at.astimezone(datetime.UTC)
+            created_at = utc if settings.USE_TZ else timezone.make_naive(utc)
         chunk = cls(stream=stream, offset=offset, payload=payload, created_at=created_at)
         chunk._state.adding = False
         chunk._state.db = stream._state.db
