@@ -13,7 +13,6 @@ DEBUG = False
 SECRET_KEY = "tests"
 # Hashing passwords slowly is for real users.
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
-EMAIL_BACKEND = "django.core.mail.backends.locmem.EmailBackend"
 
 # Runs that share a server at the same time each name a database of their own.
 if os.environ.get("TEST_DB"):

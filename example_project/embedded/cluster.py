@@ -31,6 +31,9 @@ PORT = 5432
 BASES = ("/var/tmp", "/tmp")  # noqa: S108  (a directory of ours is made inside, and checked)
 SOCKET_PATH_BYTES = 103
 
+# Of our directory: as made, and as `postgres.open_to` leaves it where root starts the server.
+MODES = (0o700, 0o710)
+
 # Existing accounts without rights, for a server that root starts: Postgres refuses to be root.
 UNPRIVILEGED_ACCOUNTS = ("nobody", "daemon")
 
@@ -102,6 +105,14 @@ class Cluster:
     def socket(self) -> Path:
         return self.data / f".s.PGSQL.{PORT}"
 
+    @property
+    def pid_file(self) -> Path:
+        return self.data / "postmaster.pid"
+
+    @property
+    def socket_lock_file(self) -> Path:
+        return self.data / f"{self.socket.name}.lock"
+
     def prepare(self) -> None:
         """Make the directory, or check that the existing one is ours and closed to others."""
         if len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES:
@@ -120,12 +131,12 @@ class Cluster:
             ) from error
 
     def check(self) -> None:
-        """Raise unless the directory is a real one of ours that others cannot write to or read."""
+        """Raise unless the directory is a real one, ours, and closed to other people."""
         found = self.directory.lstat()
         if (
             not stat.S_ISDIR(found.st_mode)
             or found.st_uid != os.geteuid()
-            or stat.S_IMODE(found.st_mode) & 0o027
+            or stat.S_IMODE(found.st_mode) not in MODES
         ):
             raise EmbeddedPostgresError(
                 f"{self.directory} was not made by the example project for this user: "

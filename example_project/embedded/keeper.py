@@ -25,14 +25,15 @@ READY_REPORT = "ready"
 STOP_SECONDS = 30.0
 
 
-def main(keeper_lock: int) -> None:
+def main(cluster: Cluster, keeper_lock: int) -> None:
     """Keep Postgres running while it is used. Reports `ready`, or an error, on standard output."""
     if os.fork() > 0:
         os._exit(0)  # the client reaps this half; the other is nobody's child
     # The terminal's Ctrl-C does not reach this session; a hang-up or a stray signal may.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    cluster = Cluster.of_this_checkout()
+    os.truncate(keeper_lock, 0)
+    os.write(keeper_lock, f"{os.getpid()}\n".encode())  # for people; the lock is what counts
     try:
         account = server_account()
         binaries = start_or_adopt(cluster, account)
@@ -74,4 +75,4 @@ def stop_when_unused(cluster: Cluster, account: Account | None, binaries: Path) 
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(Cluster(Path(sys.argv[1])), int(sys.argv[2]))

@@ -49,7 +49,7 @@ SETTINGS = {
 def is_ready(cluster: Cluster) -> bool:
     """Whether Postgres takes connections now: by its own word, and by somebody answering."""
     try:
-        lines = (cluster.data / "postmaster.pid").read_text().splitlines()
+        lines = cluster.pid_file.read_text().splitlines()
     except FileNotFoundError:
         return False
     if len(lines) <= STATUS_LINE or lines[STATUS_LINE].strip() != READY:
@@ -79,9 +79,11 @@ def start_or_adopt(cluster: Cluster, account: Account | None) -> Path:
         time.sleep(RETRY_SECONDS)
     try:
         create_data(cluster, account, binaries)
-        # Nobody holds the lock, so no process of this cluster lives: the file is a dead server's,
-        # and its number may by now be that of a stranger, at the sight of whom Postgres gives up.
-        (cluster.data / "postmaster.pid").unlink(missing_ok=True)
+        # Nobody holds the lock, so no process of this cluster lives: these files are a dead
+        # server's. The number in them may be that of a stranger by now, or of a dead process that
+        # nobody has reaped yet; at the sight of either Postgres would refuse to start.
+        for left_behind in (cluster.pid_file, cluster.socket_lock_file):
+            left_behind.unlink(missing_ok=True)
         server = launch(cluster, account, binaries, postgres_lock)
     finally:
         os.close(postgres_lock)

@@ -25,8 +25,8 @@ Postgres) and for the postgres lock to be free (it ends, and releases keeper bef
   lock, and starts Postgres afresh.
 - A client forks: the child shares its lease, and both must end. A child that starts another
   program does not: the descriptor is closed on exec.
-- postmaster.pid is left behind: with the postgres lock in hand it can only be a dead server's, and
-  is removed.
+- Postgres's own lock files are left behind: with the postgres lock in hand they can only be a dead
+  server's, and are removed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from example_project.embedded.cluster import PROJECT_ROOT, Cluster, EmbeddedPost
 from example_project.embedded.keeper import READY_REPORT
 from example_project.embedded.locks import RETRY_SECONDS, try_exclusive, wait_shared
 from example_project.embedded.postgres import START_SECONDS, failure, is_ready
+
+KEEPER_MODULE = "example_project.embedded.keeper"
 
 # The keeper may have to stop one server and start another.
 PATIENCE_SECONDS = 2 * START_SECONDS
@@ -83,7 +85,7 @@ def start_keeper(cluster: Cluster, keeper_lock: int) -> None:
     """Start a keeper that owns `keeper_lock`, and return when its Postgres is ready."""
     try:
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "example_project.embedded.keeper", str(keeper_lock)],
+            [sys.executable, "-m", KEEPER_MODULE, cluster.base, str(keeper_lock)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -40,6 +40,9 @@ def database_settings(url: str | None) -> dict[str, Any]:
             settings[DJANGO_NAMES[name]] = value
         else:
             settings["OPTIONS"][name] = value
+    port = settings.get("PORT", "")
+    if port.strip("0123456789,"):
+        raise ImproperlyConfigured(f"DATABASE_URL: the port {port!r} is not a number")
     if not settings.get("NAME") and "service" not in settings["OPTIONS"]:
         raise ImproperlyConfigured(f"DATABASE_URL names no database; write one such as {EXAMPLE}")
     return settings
