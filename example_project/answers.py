@@ -27,9 +27,7 @@ def language_model() -> NgramModel:
     return NgramModel(CORPUS.read_text(encoding="utf-8"))
 
 
-def start_answer(
-    owner: AbstractBaseUser, prompt: str, *, tokens_per_second: float, length: int
-) -> Stream:
+def start_answer(owner: AbstractBaseUser, prompt: str, *, tokens_per_second: float, length: int) -> Stream:
     """Create the stream of an answer and start the thread that writes it."""
     stream = Stream.objects.create(
         key=f"ask/{secrets.token_hex(6)}",

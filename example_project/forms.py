@@ -15,9 +15,7 @@ class AskForm(forms.Form):
 
     prompt = forms.CharField(
         max_length=300,
-        widget=forms.Textarea(
-            attrs={"rows": 2, "placeholder": "Why is a raven like a writing-desk?"}
-        ),
+        widget=forms.Textarea(attrs={"rows": 2, "placeholder": "Why is a raven like a writing-desk?"}),
         label="Your question",
     )
     tokens_per_second = forms.FloatField(

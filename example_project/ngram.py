@@ -3,7 +3,6 @@
 Pure and deterministic: the same text, prompt and seed give the same tokens everywhere. The tokens
 of an answer, joined, are its text: a token carries the space before it.
 """
-# ruff: noqa: RUF001 - books print curly apostrophes
 
 from __future__ import annotations
 
@@ -88,11 +87,7 @@ class NgramModel:
     def topic(self, prompt: str) -> frozenset[str]:
         """The prompt's words that the model knows and that say something, in lower case."""
         words = {word.casefold() for word in _WORD.findall(prompt) if word[0].isalnum()}
-        return (
-            frozenset(word for word in words if word in self._counts)
-            - self._common
-            - QUESTION_WORDS
-        )
+        return frozenset(word for word in words if word in self._counts) - self._common - QUESTION_WORDS
 
     def answer(self, prompt: str, *, seed: int, length: int) -> Iterator[str]:
         """Yield the tokens of an answer to `prompt`: about `length` of them, whole sentences.
@@ -140,8 +135,7 @@ class NgramModel:
             allowed = [word for word in followers if grammar.allows(word)]
             if allowed:
                 weights = [
-                    followers[word] * (TOPIC_WEIGHT if word.casefold() in topic else 1)
-                    for word in allowed
+                    followers[word] * (TOPIC_WEIGHT if word.casefold() in topic else 1) for word in allowed
                 ]
                 return rng.choices(allowed, weights)[0]
         raise ValueError("The model was trained on an empty text.")

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -69,10 +70,11 @@ class Producers:
         self.stopping.set()
         with self._lock:
             running = dict(self._running)
-        for stream in running.values():
-            _fail(Stream.objects.get(pk=stream.pk), STOPPED)
+        for stream in Stream.objects.filter(pk__in=[stream.pk for stream in running.values()]):
+            _fail(stream, STOPPED)
+        deadline = time.monotonic() + STOP_SECONDS
         for thread in running:
-            thread.join(STOP_SECONDS)
+            thread.join(max(0, deadline - time.monotonic()))
         if self._writer_connection is not None:
             self._writer_connection.close()
         connections.close_all()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 # Installed beside the library, not of it, or made of files that are wrong on purpose.
 NOT_COMPILED = {"site-packages", "dist-packages", "test", "lib2to3", "__pycache__"}
-BROKEN_SOURCE = 'def curiouser(and_curiouser:\n    return "this bracket is never closed"\n'
+BROKEN_SOURCE = 'alice = ("<b>Curiouser</b> and curiouser!"\n'
 KILL_SECONDS = 3.0
 
 
@@ -44,8 +44,7 @@ def _compile_library(scratch: Path) -> list[str]:
     sources = sorted(
         path.name
         for path in LIBRARY.iterdir()
-        if path.name not in NOT_COMPILED
-        and (path.suffix == ".py" or (path / "__init__.py").exists())
+        if path.name not in NOT_COMPILED and (path.suffix == ".py" or (path / "__init__.py").exists())
     )
     return _compileall(scratch, "-o", "0", "-o", "1", "-o", "2", *sources)
 
@@ -89,9 +88,7 @@ def write_run(stream: Stream) -> None:
     with tempfile.TemporaryDirectory(prefix="pgstreams-demo-") as scratch:
         arguments = PROGRAMS[stream.metadata["program"]].arguments(Path(scratch))
         with _running(arguments) as process:
-            threading.Thread(
-                target=_terminate_at_the_end, args=(stream.key, process), daemon=True
-            ).start()
+            threading.Thread(target=_terminate_at_the_end, args=(stream.key, process), daemon=True).start()
             for line in process.stdout:
                 stream.append({"at": time.time(), "text": line.rstrip("\n")})
             code = process.wait()

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
 
 EARLIER = 8
+IDEAS = [
+    "Why is a raven like a writing-desk?",
+    "Has anybody seen the Cheshire cat?",
+    "Who lives at the bottom of the treacle-well?",
+    "Where is the little golden key?",
+]
 CANCELLED = "Stopped by its reader."
 
 
@@ -91,7 +97,12 @@ def stop(request: HttpRequest, kind: str, name: str) -> HttpResponse:
 
 
 def _ask_page(request: HttpRequest, form: AskForm, stream: Stream | None) -> HttpResponse:
-    context = {"form": form, "stream": stream, "earlier": _earlier(request, "ask/")}
+    context = {
+        "form": form,
+        "stream": stream,
+        "ideas": IDEAS,
+        "earlier": _earlier(request, "ask/"),
+    }
     return render(request, "example_project/ask.html", context)
 
 

@@ -1,5 +1,4 @@
 """The demo's language model: deterministic, conditioned on the prompt, well-formed text."""
-# ruff: noqa: RUF001 - books print curly apostrophes
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ def _check_port(port: int) -> None:
 
 
 def _port_error(port: int, why: str) -> str:
-    return (
-        f"Cannot listen on {HOST}:{port}: {why}. Choose another with --port (0 for any free one)."
-    )
+    return f"Cannot listen on {HOST}:{port}: {why}. Choose another with --port (0 for any free one)."
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -85,17 +85,32 @@ class TextView {
 class LinesView {
   #box;
   #startedAt = null;
+  #followsEnd = true;
+  #top = 0;
+  #frame = null;
 
   constructor(box) {
     this.#box = box;
+    box.addEventListener("scroll", () => this.#scrolled());
   }
 
   add(offset, items) {
-    const box = this.#box;
-    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    const lines = items.map((item, index) => this.#line(offset + index, item));
-    box.append(...lines);
-    if (atEnd) box.scrollTop = box.scrollHeight;
+    this.#box.append(...items.map((item, index) => this.#line(offset + index, item)));
+    // Once per painted frame: asking for the height makes the browser lay the page out.
+    if (this.#followsEnd) this.#frame ??= requestAnimationFrame(() => this.#scrollToEnd());
+  }
+
+  /** Whoever scrolls up to read is left there, until back at the end. */
+  #scrolled() {
+    const { scrollTop, scrollHeight, clientHeight } = this.#box;
+    if (scrollTop < this.#top) this.#followsEnd = false;
+    if (scrollHeight - scrollTop - clientHeight < 40) this.#followsEnd = true;
+    this.#top = scrollTop;
+  }
+
+  #scrollToEnd() {
+    this.#frame = null;
+    this.#box.scrollTop = this.#box.scrollHeight;
   }
 
   clear() {
@@ -198,7 +213,7 @@ class StreamPanel {
     this.#part("drop").addEventListener("click", () => this.#follower.drop());
     this.#part("stop").addEventListener("submit", (event) => this.#stop(event));
     this.#figures();
-    setInterval(() => this.#figures(), 250);
+    setInterval(() => this.#figures(), 100);
     this.#follower.start();
   }
 
@@ -211,18 +226,22 @@ class StreamPanel {
 
   #showChunks({ offset, data }) {
     const isNew = this.#follower.status === "live";
+    this.#measure(data, isNew);
     this.#view.add(offset, data, isNew);
     this.#tape.add(this.#follower.connections, offset, offset + data.length);
     this.#saved.items.push(...data);
     this.#saved.epoch = this.#follower.epoch;
     this.#saved.saveSoon();
+  }
+
+  /** Note when chunks came, and how long after the writer took the time: its clock is this one. */
+  #measure(data, isNew) {
     const now = performance.now();
     for (const item of data) {
       this.#arrivals.push(now);
       if (isNew && item.at !== undefined) this.#latencies.push(Date.now() - item.at * 1000);
     }
     this.#latencies.splice(0, this.#latencies.length - LATENCIES);
-    this.#figures();
   }
 
   #showStatus(status, { delay, code, message }) {
@@ -244,7 +263,7 @@ class StreamPanel {
     badge.textContent = state;
     this.#note(reason);
     this.#ended();
-    const entry = document.querySelector(`[data-entry="${CSS.escape(this.#key)}"] .badge`);
+    const entry = this.#entry(".badge");
     if (entry) [entry.dataset.status, entry.textContent] = [state, state];
   }
 
@@ -277,23 +296,28 @@ class StreamPanel {
     this.#part("note").textContent = text;
   }
 
+  /** A part of this stream's line in the list of earlier ones. */
+  #entry(selector) {
+    return document.querySelector(`[data-entry="${CSS.escape(this.#key)}"] ${selector}`);
+  }
+
   #figures() {
     const since = performance.now() - RATE_WINDOW_MS;
     this.#arrivals = this.#arrivals.filter((at) => at > since);
     const rate = this.#arrivals.length / (RATE_WINDOW_MS / 1000);
-    this.#figure("position", this.#follower.position);
-    this.#figure("connections", this.#follower.connections);
-    this.#figure("rate", rate < 10 ? rate.toFixed(1) : rate.toFixed(0));
+    this.#figure(this.#part("position"), this.#follower.position);
+    this.#figure(this.#entry(".count b"), this.#follower.position);
+    this.#figure(this.#part("connections"), this.#follower.connections);
+    this.#figure(this.#part("rate"), rate < 10 ? rate.toFixed(1) : rate.toFixed(0));
     if (this.#latencies.length > 0) {
       const sorted = [...this.#latencies].sort((a, b) => a - b);
       const median = Math.max(0, sorted[sorted.length >> 1]);
-      this.#figure("latency", `${median.toFixed(median < 10 ? 1 : 0)} ms`);
+      this.#figure(this.#part("latency"), `${median.toFixed(median < 10 ? 1 : 0)} ms`);
     }
   }
 
-  #figure(name, value) {
-    const figure = this.#part(name);
-    if (figure && figure.textContent !== String(value)) figure.textContent = value;
+  #figure(element, value) {
+    if (element && element.textContent !== String(value)) element.textContent = value;
   }
 }
 

@@ -162,7 +162,7 @@ class StreamFollower {
       case "chunks":
         return this.#chunks(frame);
       case "live":
-        return this.#setStatus("live");
+        return this.#live();
       case "gap":
         return this.#gap(frame);
       case "reset":
@@ -176,7 +176,6 @@ class StreamFollower {
   }
 
   #subscribed(frame) {
-    this.#attempts = 0;
     this.connections += 1;
     this.epoch = frame.epoch;
     this.contentType = frame.content_type;
@@ -193,9 +192,15 @@ class StreamFollower {
     const fresh = data.slice(this.position - offset);
     if (fresh.length === 0) return;
     const first = this.position;
+    this.#attempts = 0;
     this.position = next;
     this.#handlers.onChunks?.({ offset: first, data: fresh });
     this.#acknowledgeSoon();
+  }
+
+  #live() {
+    this.#attempts = 0;
+    this.#setStatus("live");
   }
 
   #gap({ first }) {
@@ -210,15 +215,15 @@ class StreamFollower {
     this.#handlers.onReset?.();
   }
 
-  #error({ code, message, stream }) {
-    if (StreamFollower.#FINAL_ERRORS.has(code) && stream !== undefined) {
-      this.#finish("refused", { code, message });
+  #error({ code, message }) {
+    if (code === "internal") {
+      this.#lose();
+    } else if (this.status === "connecting") {
+      this.#finish("refused", { code, message }); // the answer to the subscribe frame
     } else {
       this.#handlers.onError?.({ code, message });
     }
   }
-
-  static #FINAL_ERRORS = new Set(["forbidden"]);
 
   #finish(status, detail) {
     this.#acknowledge();
