@@ -218,9 +218,12 @@ class Stream(models.Model):
             _insert(self, chunks, self._alias(), expected_offset=expected_offset, close=close)
         return chunks
 
-    def close(self) -> None:
-        """End the stream as completed. Raises `StreamClosed` if it has ended already, `StreamMissing`."""
-        self._close(self.State.COMPLETED, "")
+    def close(self, *, lock_timeout_seconds: float | None = None) -> None:
+        """End the stream as completed. Raises `StreamClosed` if it has ended already, `StreamMissing`.
+
+        With a lock timeout, waits for another transaction that long only, then raises `StreamBusy`.
+        """
+        self._close(self.State.COMPLETED, "", lock_timeout_seconds)
 
     def fail(self, reason: str) -> None:
         """End the stream as failed. Errors as for `close`."""
@@ -270,9 +273,9 @@ class Stream(models.Model):
             values, expected_offset=expected_offset, close=close
         )
 
-    async def aclose(self) -> None:
+    async def aclose(self, *, lock_timeout_seconds: float | None = None) -> None:
         """Async twin of `close`."""
-        await sync_to_async(self.close)()
+        await sync_to_async(self.close)(lock_timeout_seconds=lock_timeout_seconds)
 
     async def afail(self, reason: str) -> None:
         """Async twin of `fail`."""

@@ -6,6 +6,7 @@ statement, so the caller's transaction stays usable and nothing is half-done.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -123,7 +124,8 @@ def close(
     if lock_timeout_seconds is None:
         row = _fetch(using, sql.CLOSE, parameters)
     else:
-        row = _fetch_within(using, key, sql.CLOSE, parameters, lock_timeout_seconds)
+        with bounded_wait(using, key, lock_timeout_seconds):
+            row = _fetch(using, sql.CLOSE, parameters)
     if row is None:
         found = counters(using, stream_id, key)
         refuse_closed(key, found)
@@ -171,21 +173,17 @@ def delete_chunks(using: str, stream_id: int) -> None:
     _execute(using, sql.DELETE_CHUNKS, {"stream_id": stream_id})
 
 
-def _fetch_within(
-    using: str, key: str, statement: str, parameters: dict[str, Any], lock_timeout_seconds: float
-) -> tuple[Any, ...] | None:
-    """Like `_fetch`, but waits for row locks so long only; then raises `StreamBusy`, the transaction usable."""
+@contextlib.contextmanager
+def bounded_wait(using: str, key: str, lock_timeout_seconds: float) -> Iterator[None]:
+    """Statements inside wait so long for a lock; then `StreamBusy`, and the transaction stays usable."""
+    # 0 would mean no limit to Postgres.
+    milliseconds = max(1, round(lock_timeout_seconds * 1000))
     try:
         with transaction.atomic(using=using):
             before = _fetch(using, sql.GET_LOCK_TIMEOUT, {})
-            _fetch(
-                using,
-                sql.SET_LOCK_TIMEOUT,
-                {"lock_timeout": f"{lock_timeout_seconds * 1000:.0f}ms"},
-            )
-            row = _fetch(using, statement, parameters)
+            _fetch(using, sql.SET_LOCK_TIMEOUT, {"lock_timeout": f"{milliseconds}ms"})
+            yield
             _fetch(using, sql.SET_LOCK_TIMEOUT, {"lock_timeout": before[0] if before else "0"})
-            return row
     except OperationalError as error:
         if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
             raise StreamBusy(
