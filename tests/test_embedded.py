@@ -441,10 +441,13 @@ def test_no_existing_directory_changes_its_mode_or_owner(new_cluster, start):
         shutil.rmtree(cache)
     existing = [closed, *closed.parents, *closed.rglob("*"), *package_binaries().parents]
     before = modes_and_owners(existing)
-    client = start(Cluster(new_cluster.base), path=path)
+    client = start(new_cluster, path=path)
     client.read()
     assert client.query() == "1"
+    (directory,) = new_cluster.base.glob("pgstreams-*")  # another checkout's, hence another name
+    assert bool(list(directory.glob("binaries-*"))) == (os.geteuid() == 0)
     client.end()
+    wait_until(lambda: is_free(directory / "postgres") and is_free(directory / "keeper"))
     assert modes_and_owners(existing) == before
 
 
