@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from django.apps import AppConfig
-from django.core.checks import CheckMessage, Error, Tags, register
+from django.core.checks import CheckMessage, Error, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
@@ -17,9 +17,9 @@ from .models import Stream
 @register
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """`PGSTREAMS` holds known names with sound values, and its permission hook exists."""
-    problems = [Error(problem, id="pgstreams.E001") for problem in conf.problems()]
+    problems = conf.problems()
     if problems:
-        return [*problems]
+        return [Error(problem, id="pgstreams.E001") for problem in problems]
     try:
         permissions.hook()
     except ImproperlyConfigured as error:
@@ -33,18 +33,16 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
     return []
 
 
-@register(Tags.database)
-def check_database(
-    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[CheckMessage]:
-    """Streams are written to a Postgres database."""
+@register
+def check_database(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Streams are written to a Postgres database (known from the settings: nothing connects here)."""
     using = router.db_for_write(Stream)
-    connection = connections[using]
-    if connection.vendor == "postgresql":
+    vendor = connections[using].vendor
+    if vendor == "postgresql":
         return []
     return [
         Error(
-            f"Streams are written to the database alias {using!r}, which is {connection.vendor}, not Postgres.",
+            f"Streams are written to the database alias {using!r}, which is {vendor}, not Postgres.",
             hint="Use django.db.backends.postgresql there, or route the app 'pgstreams' to a Postgres alias.",
             id="pgstreams.E003",
         )

@@ -18,17 +18,23 @@ from django.core.serializers.json import DjangoJSONEncoder
 from .exceptions import InvalidPayload
 
 DEFAULT_CONTENT_TYPE = "application/json"
+MAX_CONTENT_TYPE_CHARACTERS = 127
 _MAX_PATH_CHARACTERS = 200
-_CONTENT_TYPE = re.compile(
-    r"[\w!#$&^.+-]+/[\w!#$&^.+-]+(\s*;\s*[\w-]+=(\"[^\"]*\"|[^\s;\"]+))*", re.ASCII
-)
+_WORD = r"[\w!#$%&'*+.^`|~-]+"
+_CONTENT_TYPE = re.compile(rf'{_WORD}/{_WORD}( *; *{_WORD}=({_WORD}|"[ !#-\[\]-~]*"))*', re.ASCII)
+"""A media type with parameters, as in RFC 9110, section 8.3.1."""
 
 
-def check_content_type(content_type: str) -> None:
+def check_content_type(content_type: object) -> None:
     """Raise `InvalidPayload` unless this is a media type such as `text/plain; charset=utf-8`."""
-    if not _CONTENT_TYPE.fullmatch(content_type):
+    if not isinstance(content_type, str) or not _CONTENT_TYPE.fullmatch(content_type):
         raise InvalidPayload(
             f"{content_type!a} is not a content type; give one such as 'application/json' or 'text/plain'."
+        )
+    if len(content_type) > MAX_CONTENT_TYPE_CHARACTERS:
+        raise InvalidPayload(
+            f"A content type has at most {MAX_CONTENT_TYPE_CHARACTERS} characters; "
+            f"{content_type[:40]!r}… has {len(content_type)}."
         )
 
 
@@ -48,40 +54,46 @@ def encode(content_type: str, data: Any) -> bytes:
         case "text":
             return _encode_text(content_type, data)
         case _:
-            if not isinstance(data, bytes | bytearray | memoryview):
-                raise InvalidPayload(
-                    f"A stream of {content_type!r} takes bytes, not {type(data).__name__}."
-                )
-            return bytes(data)
+            return _bytes(content_type, data)
 
 
 def decode(content_type: str, payload: bytes) -> Any:
-    """The value that a payload stands for. Raises `InvalidPayload` for bytes that no append could have stored."""
+    """The value that a payload stands for; `InvalidPayload` for bytes that no append could have stored."""
     try:
         match kind(content_type):
             case "json":
-                return json.loads(payload)
+                # Not the bytes: json would guess an encoding, and let a byte order mark pass.
+                return json.loads(payload.decode(), parse_constant=_refuse_constant)
             case "text":
                 return payload.decode()
             case _:
                 return payload
-    except ValueError as error:
-        raise InvalidPayload(f"The stored payload is not {content_type}: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidPayload(f"The payload is not {content_type}: {_explain(error)}.") from error
 
 
-def check_payload(content_type: str, payload: bytes) -> None:
-    """Raise `InvalidPayload` unless `encode` could have made this payload."""
+def check_payload(content_type: str, payload: Any) -> bytes:
+    """The payload as `bytes`; raises `InvalidPayload` unless `encode` could have made it."""
+    checked = _bytes(content_type, payload)
+    data = decode(content_type, checked)
     if kind(content_type) == "json":
-        try:
-            json.loads(payload, parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise InvalidPayload(f"The payload is not JSON: {error}.") from error
-    else:
-        decode(content_type, payload)
+        _encode_json(data)
+    return checked
+
+
+def storable_text(text: str) -> str:
+    """The text with NUL and lone surrogates, which Postgres cannot store as text, replaced by U+FFFD."""
+    return text.replace("\0", "\ufffd").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} has no JSON form")
+
+
+def _bytes(content_type: str, data: Any) -> bytes:
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise InvalidPayload(f"A payload of {content_type!r} must be bytes, not {type(data).__name__}.")
+    return bytes(data)
 
 
 def splice(content_type: str, payload: bytes) -> str:
@@ -105,9 +117,7 @@ class _Encoder(DjangoJSONEncoder):
 
 
 def _dump(data: Any) -> bytes:
-    text = json.dumps(
-        data, cls=_Encoder, allow_nan=False, ensure_ascii=False, separators=(",", ":")
-    )
+    text = json.dumps(data, cls=_Encoder, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode()
 
 
@@ -115,9 +125,7 @@ def _encode_json(data: Any) -> bytes:
     try:
         return _dump(data)
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidPayload(
-            f"{_locate(data)} cannot be stored as JSON: {_explain(error)}."
-        ) from error
+        raise InvalidPayload(f"{_locate(data)} cannot be stored as JSON: {_explain(error)}.") from error
 
 
 def _encode_text(content_type: str, data: Any) -> bytes:
@@ -164,9 +172,7 @@ def _children(part: Any) -> Iterator[tuple[str, Any]]:
         for key, value in part.items():
             # A key that is wrong by itself ends the path: a wrapped empty list has no children.
             yield (
-                (f"[{key!a}] (the key)", _BadKey())
-                if not _encodes({key: None})
-                else (f"[{key!a}]", value)
+                (f"[{key!a}] (the key)", _BadKey()) if not _encodes({key: None}) else (f"[{key!a}]", value)
             )
     elif isinstance(part, list | tuple):
         yield from ((f"[{index}]", value) for index, value in enumerate(part))

@@ -6,6 +6,7 @@ check (`django_pgstreams.checks`), so a misspelt setting cannot pass in silence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,9 +60,7 @@ class Settings:
 
 
 _DEFAULTS = Settings()
-_TYPES: dict[str, type] = {
-    field.name: type(getattr(_DEFAULTS, field.name)) for field in fields(Settings)
-}
+_TYPES: dict[str, type] = {field.name: type(getattr(_DEFAULTS, field.name)) for field in fields(Settings)}
 _POSTGRES_NAME_BYTES = 63
 
 
@@ -71,6 +70,8 @@ def get() -> Settings:
     Unknown names are left to the system check, so that a deployment with a newer setting still runs.
     """
     given = getattr(settings, "PGSTREAMS", {})
+    if not isinstance(given, dict):
+        raise ImproperlyConfigured(_not_a_dict(given))
     if not given:
         return _DEFAULTS
     return Settings(**{name: _checked(name, given[name]) for name in given if name in _TYPES})
@@ -80,31 +81,31 @@ def problems() -> list[str]:
     """Everything that is wrong with `PGSTREAMS`, a sentence each."""
     given = getattr(settings, "PGSTREAMS", {})
     if not isinstance(given, dict):
-        return [f"PGSTREAMS must be a dict, not {type(given).__name__}."]
-    found = [
-        f"PGSTREAMS has no setting {name!r}; it has {', '.join(sorted(_TYPES))}."
-        for name in given
-        if name not in _TYPES
-    ]
+        return [_not_a_dict(given)]
+    found = []
     for name, value in given.items():
-        if name in _TYPES:
-            try:
-                _checked(name, value)
-            except ImproperlyConfigured as error:
-                found.append(str(error))
+        if name not in _TYPES:
+            found.append(f"PGSTREAMS has no setting {name!r}; it has {', '.join(sorted(_TYPES))}.")
+            continue
+        try:
+            _checked(name, value)
+        except ImproperlyConfigured as error:
+            found.append(str(error))
     return found
+
+
+def _not_a_dict(given: object) -> str:
+    return f"PGSTREAMS must be a dict, not {type(given).__name__}."
 
 
 def _checked(name: str, value: Any) -> Any:
     """The value if it has the setting's type and range, else `ImproperlyConfigured`."""
     wanted = _TYPES[name]
-    accepted = (int, float) if wanted is float else wanted
-    if not isinstance(value, accepted) or isinstance(value, bool):
-        raise ImproperlyConfigured(
-            f"PGSTREAMS[{name!r}] must be of type {wanted.__name__}, not {value!r}."
-        )
-    if isinstance(value, int | float) and not value > 0:
-        raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be above 0, not {value!r}.")
+    right_type = isinstance(value, int | float if wanted is float else wanted)
+    if not right_type or isinstance(value, bool):
+        raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be of type {wanted.__name__}, not {value!r}.")
+    if wanted is not str and not 0 < value < math.inf:
+        raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be above 0 and finite, not {value!r}.")
     if name == "READ_POOL_SIZE" and value < 2:
         raise ImproperlyConfigured(
             "PGSTREAMS['READ_POOL_SIZE'] must be at least 2: one connection serves live reads, "

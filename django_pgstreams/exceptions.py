@@ -15,11 +15,18 @@ PGStreamsError
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 from django.core.exceptions import ObjectDoesNotExist, ValidationError
 
 
 class PGStreamsError(Exception):
     """Base of every error that this app raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By their attributes: task queues and parallel tests pickle errors, whatever their arguments.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class StreamClosed(PGStreamsError):
@@ -57,24 +64,31 @@ class OffsetConflict(PGStreamsError):
         self.actual = actual
 
 
-class InvalidKey(PGStreamsError, ValidationError):
-    """A stream key breaks the rule that `codec.check_key` states."""
+class _Invalid(PGStreamsError, ValidationError):
+    """What the two `ValidationError`s share: one plain message, shown as it is."""
+
+    error_code: str
 
     def __init__(self, message: str) -> None:
-        ValidationError.__init__(self, message, code="invalid_key")
+        ValidationError.__init__(self, message, code=self.error_code)
 
     def __str__(self) -> str:
         return str(self.message)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.message!r})"
 
-class InvalidPayload(PGStreamsError, ValidationError):
+
+class InvalidKey(_Invalid):
+    """A stream key breaks the rule that `keys.check_key` states."""
+
+    error_code = "invalid_key"
+
+
+class InvalidPayload(_Invalid):
     """A value cannot be stored in the stream; the message names the place inside the value."""
 
-    def __init__(self, message: str) -> None:
-        ValidationError.__init__(self, message, code="invalid_payload")
-
-    def __str__(self) -> str:
-        return str(self.message)
+    error_code = "invalid_payload"
 
 
 class ChunkImmutable(PGStreamsError):

@@ -119,7 +119,7 @@ def close(
     *,
     lock_timeout_seconds: float | None = None,
 ) -> Counters:
-    """End the stream. Raises `StreamClosed`, `StreamMissing`; `StreamBusy` after the lock timeout, if one is given."""
+    """End the stream. Raises `StreamClosed`, `StreamMissing`; `StreamBusy` after the lock timeout, if any."""
     parameters = {"stream_id": stream_id, "state": state, "reason": reason}
     if lock_timeout_seconds is None:
         row = _fetch(using, sql.CLOSE, parameters)
@@ -187,7 +187,7 @@ def bounded_wait(using: str, key: str, lock_timeout_seconds: float) -> Iterator[
     except OperationalError as error:
         if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
             raise StreamBusy(
-                f"Stream {key!r} is held by another transaction for more than {lock_timeout_seconds:g} s; try again."
+                f"Another transaction has held stream {key!r} for {lock_timeout_seconds:g} s; try again."
             ) from error
         raise
 

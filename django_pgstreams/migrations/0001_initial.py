@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import django.db.models.deletion
 import django.db.models.functions.datetime
+from django.conf import settings
+from django.db import migrations, models
+
 import django_pgstreams.codec
 import django_pgstreams.keys
 import django_pgstreams.models
-from django.conf import settings
-from django.db import migrations, models
 from django_pgstreams.migrations._operations import OnPostgres
 
 STREAM = migrations.CreateModel(
@@ -20,9 +21,7 @@ STREAM = migrations.CreateModel(
     fields=[
         (
             "id",
-            models.BigAutoField(
-                auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
-            ),
+            models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID"),
         ),
         (
             "key",
@@ -36,9 +35,7 @@ STREAM = migrations.CreateModel(
         ),
         (
             "epoch",
-            models.CharField(
-                default=django_pgstreams.models.new_epoch, editable=False, max_length=36
-            ),
+            models.CharField(default=django_pgstreams.models.new_epoch, editable=False, max_length=36),
         ),
         (
             "content_type",
@@ -78,9 +75,7 @@ STREAM = migrations.CreateModel(
         ),
         (
             "first_offset",
-            models.BigIntegerField(
-                db_default=0, default=0, editable=False, verbose_name="first offset"
-            ),
+            models.BigIntegerField(db_default=0, default=0, editable=False, verbose_name="first offset"),
         ),
         (
             "created_at",
@@ -139,9 +134,7 @@ CHUNK = migrations.CreateModel(
         ("payload", models.BinaryField()),
         (
             "created_at",
-            models.DateTimeField(
-                db_default=django.db.models.functions.datetime.Now(), editable=False
-            ),
+            models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
         ),
     ],
     options={"verbose_name": "chunk", "verbose_name_plural": "chunks"},
@@ -149,9 +142,7 @@ CHUNK = migrations.CreateModel(
 
 OPEN_STREAMS = migrations.AddIndex(
     model_name="stream",
-    index=models.Index(
-        condition=models.Q(("state", "open")), fields=["id"], name="pgstreams_stream_open"
-    ),
+    index=models.Index(condition=models.Q(("state", "open")), fields=["id"], name="pgstreams_stream_open"),
 )
 
 # Half of each page stays free, so that counter updates stay on it and touch no index.

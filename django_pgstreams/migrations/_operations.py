@@ -10,7 +10,7 @@ from django.db.migrations.operations.special import SeparateDatabaseAndState
 class OnPostgres(SeparateDatabaseAndState):
     """Changes the state everywhere and the database only where it is Postgres.
 
-    A project may keep its streams in a second, Postgres database: `migrate` on its other aliases does nothing.
+    A project may keep its streams in a second, Postgres database; `migrate` on its others does nothing.
     """
 
     def database_forwards(self, app_label: str, schema_editor: Any, *states: Any) -> None:
