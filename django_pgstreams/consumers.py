@@ -1,30 +1,31 @@
 """`StreamConsumer`: websockets that follow streams, protocol `pgstreams.v1`.
 
-Invariant: not a byte of a stream leaves before `has_permission` has allowed it, a stream that is unknown looks
-like one that is forbidden, and whatever ends the socket ends its subscriptions. No channel layer is used.
+Invariant: not a byte of a stream leaves before `has_permission` has allowed it, a stream that is unknown
+looks like one that is forbidden, and whatever ends the socket ends its subscriptions (`sockets`).
 
-Close codes: 1000 after the end of the one stream of a one-stream URL, 1011 for a failure here, 4400 for a URL that
-cannot be understood, 4403 for a stream that this user may not see or that does not exist.
+Close codes: 1000 after the end of the one stream of a one-stream URL; 1011 for a failure here, worth another
+try; 4400 for a URL that cannot be understood; 4403 for a stream that this user may not see or that does not
+exist.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qs
 
+from asgiref.sync import sync_to_async
 from channels.db import database_sync_to_async
-from channels.generic.websocket import AsyncWebsocketConsumer
 from django.contrib.auth.models import AnonymousUser
-from django.db import router
+from django.db import InterfaceError, OperationalError, close_old_connections, router
 
-from . import codec, conf, hub, keys, permissions, wire
+from . import codec, conf, hub, permissions, wire
 from .exceptions import InvalidKey, StreamBusy, StreamClosed, StreamMissing
 from .follower import Chunks, Closed, Event, Gap, Live, Reset
 from .models import Stream
+from .pages import StoredChunk
+from .sockets import Socket
 from .wire import BadFrame, ClientFrame
 
 logger = logging.getLogger(__name__)
@@ -34,31 +35,38 @@ CLOSE_FAILED = 1011
 CLOSE_BAD_REQUEST = 4400
 CLOSE_REFUSED = 4403
 
-_MAX_CLIENT_FRAME_CHARACTERS = 64 * 1024
+_MAX_REASON_CHARACTERS = 4000
 _REFUSED = "This stream does not exist, or you may not see it."
+_UNAVAILABLE = "Streams cannot be looked up now; try again."
+
+
+class _Unavailable(Exception):
+    """Whether the user may have the stream cannot be said now: the database is away."""
+
+
+class _Unreadable(Exception):
+    """A stored chunk cannot be put into a frame; the message is for the client."""
 
 
 class _Subscribed:
     """One stream followed over this socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, offset: int | str) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.sent = 0  # the position after the last chunk that was sent
+        # The position after the last chunk that was sent; a client may acknowledge where it starts at once.
+        self.sent = max(0, offset) if isinstance(offset, int) else 0
         self.acked = 0  # the position that the client has acknowledged
 
 
-class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
+class StreamConsumer(Socket):
     """Follows many streams over one socket, or the one that the URL names.
 
     Override `get_stream` to find streams in another way, and `has_permission` to decide in code instead of by
     the hook.
     """
 
-    # The app wakes its consumers itself: a configured channel layer is left alone, and none is needed.
-    channel_layer_alias = None
-
     async def get_stream(self, key: str) -> Stream | None:
-        """The stream of a key, or None. Raising refuses."""
+        """The stream of a key, or None. Raising refuses: with 1011 if the database is away, else for good."""
         streams = Stream.objects.using(router.db_for_write(Stream))
         return await database_sync_to_async(streams.filter(key=key).first)()
 
@@ -74,46 +82,25 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self._subscriptions: dict[str, _Subscribed] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._gone = False
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._stop()
+        self._cancelling: set[str] = set()
+        self._only: str | None = None  # the key of a one-stream URL
+        await super().__call__(scope, receive, send)
 
     async def connect(self) -> None:
         """Accept, so that a refusal can reach the page as a close code, and subscribe if the URL says so."""
         offered = self.scope.get("subprotocols") or []
         await self.accept(wire.SUBPROTOCOL if wire.SUBPROTOCOL in offered else None)
         self._spawn(self._beat(), "pgstreams-heartbeat")
-        route = self.scope.get("url_route") or {"kwargs": {}}
-        self._only = route["kwargs"].get("key")
+        route = self.scope.get("url_route")
+        self._only = route["kwargs"].get("key") if route else None
         if self._only is not None:
             try:
-                frame = _frame_of_url(self._only, self.scope.get("query_string", b""))
+                frame = wire.parse_url(self._only, self.scope.get("query_string", b""))
             except (BadFrame, InvalidKey) as error:
                 await self._error("bad_request", str(error))
                 await self.close(CLOSE_BAD_REQUEST)
                 return
             await self._subscribe(frame)
-
-    async def disconnect(self, code: int) -> None:
-        """End what this socket follows."""
-        await self._stop()
-
-    async def _stop(self) -> None:
-        self._gone = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _beat(self) -> None:
         while True:
@@ -127,11 +114,9 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
         """Act on one frame; one that is malformed is answered with an error frame."""
+        if self._over:
+            return
         try:
-            if text_data is None:
-                raise BadFrame("Frames are JSON text; this one is binary.")
-            if len(text_data) > _MAX_CLIENT_FRAME_CHARACTERS:
-                raise BadFrame(f"A frame has at most {_MAX_CLIENT_FRAME_CHARACTERS:,} characters.")
             frame = wire.parse(text_data)
         except BadFrame as error:
             await self._error("bad_frame", str(error))
@@ -148,9 +133,7 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
 
     async def _subscribe(self, frame: ClientFrame) -> None:
         if frame.stream in self._subscriptions:
-            await self._error(
-                "already_subscribed", "Unsubscribe first to read from elsewhere.", frame.stream
-            )
+            await self._error("already_subscribed", "Unsubscribe first to read from elsewhere.", frame.stream)
             return
         if len(self._subscriptions) >= conf.get().MAX_SUBSCRIPTIONS:
             await self._error(
@@ -159,7 +142,7 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
                 frame.stream,
             )
             return
-        subscribed = self._subscriptions[frame.stream] = _Subscribed()
+        subscribed = self._subscriptions[frame.stream] = _Subscribed(frame.offset)
         subscribed.task = self._spawn(self._serve(frame, subscribed), "pgstreams-subscription")
 
     async def _ack(self, frame: ClientFrame) -> None:
@@ -182,15 +165,26 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
             await asyncio.wait([subscribed.task])
 
     async def _cancel(self, frame: ClientFrame) -> None:
-        self._spawn(self._cancel_stream(frame.stream), "pgstreams-cancel")
+        if frame.stream in self._cancelling:
+            return  # the answer to the first one is on its way
+        if len(self._cancelling) >= conf.get().MAX_SUBSCRIPTIONS:
+            await self._error("too_many", "Wait for the other cancellations.", frame.stream)
+            return
+        self._cancelling.add(frame.stream)
+        # Carried out even if the client leaves at once: who presses "stop" may also close the page.
+        self._spawn(self._cancel_stream(frame.stream), "pgstreams-cancel", outlives_client=True)
 
     async def _cancel_stream(self, key: str) -> None:
-        stream = await self._admit(key, "cancel")
-        if stream is None:
-            await self._error("forbidden", _REFUSED, key)
-            return
         try:
-            await database_sync_to_async(stream.cancel)("cancelled by a reader")
+            stream = await self._admit(key, "cancel")
+            if stream is None:
+                await self._error("forbidden", _REFUSED, key)
+                return
+            # In another thread than everybody's look-ups, since it may wait for the stream's writer.
+            cancel = database_sync_to_async(stream.cancel, thread_sensitive=False)
+            await cancel("cancelled by a reader")
+        except _Unavailable:
+            await self._error("unavailable", _UNAVAILABLE, key)
         except StreamBusy as error:
             await self._error("busy", str(error), key)
         except (StreamClosed, StreamMissing):
@@ -198,37 +192,49 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
         except Exception:
             logger.exception("Stream %r could not be cancelled", key)
             await self._error("internal", "The stream could not be cancelled; try again.", key)
+        finally:
+            self._cancelling.discard(key)
 
     async def _admit(self, key: str, action: str) -> Stream | None:
-        """The stream, if it exists and the user may do this with it."""
+        """The stream, if it exists and the user may do this with it. Raises `_Unavailable`."""
         try:
             stream = await self.get_stream(key)
             # Asked for unknown keys too: a refusal takes the same time either way.
             allowed = await self.has_permission(stream or Stream(key=key), action)
+        except (OperationalError, InterfaceError) as error:
+            # Refused all the same, but not for good: a page that reconnects now shall come back.
+            logger.warning("Access to stream %r could not be checked: %s", key, error)
+            raise _Unavailable from error
         except Exception:
             logger.exception("Access to stream %r could not be checked; it is refused", key)
             return None
+        # An override may have used Django's async queries, which keep their connection.
+        await sync_to_async(close_old_connections)()
         return stream if allowed is True else None
 
     # One subscription ------------------------------------------------------------------------------
 
     async def _serve(self, frame: ClientFrame, subscribed: _Subscribed) -> None:
+        """Follow one stream to its end, or to what keeps it from being followed."""
         key = frame.stream
         try:
             code = await self._follow(frame, subscribed)
-        except Exception:
-            if self._gone:
-                return
-            logger.exception("Stream %r could not be served", key)
+        except _Unavailable:
             code = CLOSE_FAILED
-            with contextlib.suppress(Exception):  # the socket itself may be what failed
-                await self._error("internal", "The stream could not be read; try again.", key)
+            await self._error("unavailable", _UNAVAILABLE, key)
+        except _Unreadable as error:
+            code = CLOSE_FAILED
+            logger.warning("Stream %r cannot be served on: %s", key, error)
+            await self._error("unreadable", str(error), key)
+        except Exception:
+            code = CLOSE_FAILED
+            logger.exception("Stream %r could not be served", key)
+            await self._error("internal", "The stream could not be read; try again.", key)
         finally:
             if self._subscriptions.get(key) is subscribed:
                 del self._subscriptions[key]
-        if self._only is not None:
-            with contextlib.suppress(Exception):
-                await self.close(code)
+        if key == self._only:
+            await self.close(code)
 
     async def _follow(self, frame: ClientFrame, subscribed: _Subscribed) -> int:
         """Send a stream's frames until its end; returns the close code for a socket of one stream."""
@@ -238,8 +244,10 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
             await self._error("forbidden", _REFUSED, key)
             return CLOSE_REFUSED
         position = hub.start(stream, frame.offset)
+        # "tail" and the last n are places of the stream as it is now, whatever life the client knew.
+        known = frame.epoch if position == frame.offset else None
         using = router.db_for_write(Stream, instance=stream)
-        follower = hub.get(using).follow(stream.pk, position, frame.epoch or stream.epoch)
+        follower = hub.get(using).follow(stream.pk, position, known or stream.epoch)
         try:
             subscribed.sent = position
             await self.send(text_data=_subscribed_frame(stream, position))
@@ -248,22 +256,15 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
                 await self._send_event(key, stream.content_type, event, subscribed)
                 if isinstance(event, Closed):
                     return CLOSE_ENDED
-                await asyncio.sleep(
-                    0
-                )  # a server may send without ever yielding; others want their turn
+                # A server may take frames without ever yielding; others want their turn.
+                await asyncio.sleep(0)
         finally:
             follower.close()
 
-    async def _send_event(
-        self, key: str, content_type: str, event: Event, subscribed: _Subscribed
-    ) -> None:
+    async def _send_event(self, key: str, content_type: str, event: Event, subscribed: _Subscribed) -> None:
         match event:
             case Chunks(chunks):
-                texts = [codec.splice(content_type, chunk.payload) for chunk in chunks]
-                frames = wire.chunk_frames(key, chunks[0].offset, texts, conf.get().MAX_FRAME_BYTES)
-                for text, position in frames:
-                    subscribed.sent = position  # before the send: the acknowledgement may be quick
-                    await self.send(text_data=text)
+                await self._send_chunks(key, content_type, chunks, subscribed)
             case Live(offset):
                 await self.send(text_data=wire.frame("live", key, offset=offset))
             case Gap(requested, first):
@@ -273,27 +274,31 @@ class StreamConsumer(AsyncWebsocketConsumer):  # type: ignore[misc]
                 subscribed.sent = subscribed.acked = 0
                 await self.send(text_data=wire.frame("reset", key, epoch=epoch))
             case Closed(offset, state, reason):
+                reason = reason[:_MAX_REASON_CHARACTERS]
                 await self.send(
                     text_data=wire.frame("closed", key, offset=offset, state=state, reason=reason)
                 )
 
-
-def _frame_of_url(key: str, query_string: bytes) -> ClientFrame:
-    """The subscription that a one-stream URL asks for. Raises `BadFrame`, `InvalidKey`."""
-    keys.check_key(key)
-    try:
-        query = parse_qs(query_string.decode())
-    except UnicodeDecodeError as error:
-        raise BadFrame(f"The query string is not UTF-8: {error}.") from error
-    given = query.get("offset", ["0"])[-1]
-    offset: int | str = given
-    if given != wire.TAIL:
-        try:
-            offset = int(given)
-        except ValueError as error:
-            raise BadFrame(f'offset is a whole number or "tail", not {given[:60]!a}.') from error
-    epoch = query.get("epoch", [None])[-1]
-    return ClientFrame("subscribe", key, wire.check_start(offset), epoch)
+    async def _send_chunks(
+        self, key: str, content_type: str, chunks: list[StoredChunk], subscribed: _Subscribed
+    ) -> None:
+        """Send chunks up to one that has no place in a frame. Raises `_Unreadable` for that one."""
+        texts = []
+        unreadable = None
+        for chunk in chunks:
+            try:
+                texts.append(codec.splice(content_type, chunk.payload))
+            except UnicodeDecodeError as error:
+                unreadable = (
+                    f"Chunk {chunk.offset} is not UTF-8 text, as {content_type} has to be ({error.reason}); "
+                    f"subscribe from {chunk.offset + 1} to leave it out."
+                )
+                break
+        for text, position in wire.chunk_frames(key, chunks[0].offset, texts, conf.get().MAX_FRAME_BYTES):
+            subscribed.sent = position  # before the send: the acknowledgement may be quick
+            await self.send(text_data=text)
+        if unreadable is not None:
+            raise _Unreadable(unreadable)
 
 
 def _subscribed_frame(stream: Stream, position: int) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.urls import re_path
 
 from .consumers import StreamConsumer
 
+# Django's types know views only; `URLRouter` is what takes ASGI applications.
+_consumer: Any = StreamConsumer.as_asgi()
+
 websocket_urlpatterns = [
-    re_path(r"^ws/streams/$", StreamConsumer.as_asgi()),
-    re_path(r"^ws/streams/(?P<key>.+)/$", StreamConsumer.as_asgi()),
+    re_path(r"^ws/streams/$", _consumer),
+    # Whatever the key: the consumer answers a wrong one with a close code, a path without a route has none.
+    re_path(r"^ws/streams/(?P<key>(?s:.*))/$", _consumer),
 ]

@@ -1,15 +1,17 @@
 """What goes over the wire: packed wake-ups for `NOTIFY`, and the frames of `pgstreams.v1`; pure.
 
-Invariant: a frame holds stored JSON as it was stored (spliced, never parsed), and no more payload than its bound
-unless a single chunk is larger; a notification never exceeds Postgres's 8,000 bytes.
+Invariant: a frame holds stored JSON as it was stored (spliced, never parsed), and is no larger than its bound
+unless a single chunk is; a notification never exceeds Postgres's 8,000 bytes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs
 
 from . import keys
 from .buffer import Batch, WakeUp
@@ -56,7 +58,9 @@ def unpack(payload: str) -> Batch:
 
 # Frames from the client ----------------------------------------------------------------------------
 
+_MAX_CLIENT_FRAME_CHARACTERS = 64 * 1024
 _MAX_OFFSET = 2**63 - 1
+_URL_NUMBER = re.compile(r"-?[0-9]{1,19}")
 TAIL = "tail"
 
 
@@ -74,8 +78,12 @@ class ClientFrame:
     epoch: str | None = None
 
 
-def parse(text: str) -> ClientFrame:
-    """The client's frame. Raises `BadFrame`, or `InvalidKey` when only the key is wrong."""
+def parse(text: str | None) -> ClientFrame:
+    """A client's frame (None: a binary one). Raises `BadFrame`; `InvalidKey` when only the key is wrong."""
+    if text is None:
+        raise BadFrame("Frames are JSON text; this one is binary.")
+    if len(text) > _MAX_CLIENT_FRAME_CHARACTERS:
+        raise BadFrame(f"A frame has at most {_MAX_CLIENT_FRAME_CHARACTERS:,} characters.")
     try:
         frame = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -103,18 +111,28 @@ def parse(text: str) -> ClientFrame:
     return ClientFrame(kind, frame["stream"])
 
 
+def parse_url(key: str, query_string: bytes) -> ClientFrame:
+    """The subscription that a one-stream URL asks for. Raises `BadFrame`, `InvalidKey`."""
+    keys.check_key(key)
+    try:
+        query = parse_qs(query_string.decode("ascii"), keep_blank_values=True, errors="strict")
+    except ValueError as error:
+        raise BadFrame(f"The query string cannot be read: {error}.") from error
+    given = query.get("offset", ["0"])[-1]
+    # Not int() alone, which also takes "1_000", " 5" and the digits of other scripts.
+    offset = int(given) if _URL_NUMBER.fullmatch(given) else given
+    return ClientFrame("subscribe", key, check_start(offset), query.get("epoch", [None])[-1])
+
+
 def check_start(offset: object) -> int | str:
     """Where a subscription starts: a position, `"tail"`, or minus n for the last n. Raises `BadFrame`."""
     if offset == TAIL:
         return TAIL
-    if (
-        isinstance(offset, int)
-        and not isinstance(offset, bool)
-        and -_MAX_OFFSET <= offset <= _MAX_OFFSET
-    ):
+    if isinstance(offset, int) and not isinstance(offset, bool) and -_MAX_OFFSET <= offset <= _MAX_OFFSET:
         return offset
     raise BadFrame(
-        f'An offset is a position, 0 or more; "tail"; or a negative number for the last chunks; not {_shown(offset)}.'
+        'An offset is a position, 0 or more; "tail"; or a negative number for the last chunks; '
+        f"not {_shown(offset)}."
     )
 
 
@@ -130,6 +148,9 @@ def _shown(value: object) -> str:
 
 # Frames from the server ----------------------------------------------------------------------------
 
+_FRAME_HEAD_BYTES = 100
+"""What a `chunks` frame has around its data, besides the stream's name: 93 bytes with the longest numbers."""
+
 
 def frame(kind: str, stream: str | None = None, **fields: Any) -> str:
     """A frame without payload. `None` for the stream leaves it out."""
@@ -137,30 +158,29 @@ def frame(kind: str, stream: str | None = None, **fields: Any) -> str:
     return json.dumps({"type": kind, **about, **fields}, separators=(",", ":"))
 
 
-def chunk_frames(
-    stream: str, offset: int, data: Sequence[str], max_bytes: int
-) -> Iterator[tuple[str, int]]:
+def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) -> Iterator[tuple[str, int]]:
     """`chunks` frames for consecutive chunks from `offset` on, each with the position after it.
 
-    `data` is each chunk's JSON text (`codec.splice`).
+    `data` is each chunk's JSON text (`codec.splice`). A frame has at most `max_bytes`, or a single chunk.
     """
-    for first, run in _runs(data, max_bytes):
-        at = offset + first
-        head = json.dumps({"type": "chunks", "stream": stream, "offset": at, "next": at + len(run)})
-        yield f'{head[:-1]}, "data": [{",".join(run)}]}}', at + len(run)
+    name = json.dumps(stream)
+    at = offset
+    for run in _runs(data, max_bytes - len(name) - _FRAME_HEAD_BYTES):
+        head = f'{{"type":"chunks","stream":{name},"offset":{at},"next":{at + len(run)},"data":['
+        at += len(run)
+        yield f"{head}{','.join(run)}]}}", at
 
 
-def _runs(data: Iterable[str], max_bytes: int) -> Iterator[tuple[int, list[str]]]:
-    """The texts in runs of at most `max_bytes` UTF-8 bytes (or one text), with the index of each run's first."""
-    first = 0
+def _runs(texts: Iterable[str], max_bytes: int) -> Iterator[list[str]]:
+    """The texts in runs of at most `max_bytes` UTF-8 bytes, commas between them included, or of one text."""
     run: list[str] = []
     size = 0
-    for index, text in enumerate(data):
-        text_bytes = len(text.encode())
+    for text in texts:
+        text_bytes = (len(text) if text.isascii() else len(text.encode())) + 1
         if run and size + text_bytes > max_bytes:
-            yield first, run
-            first, run, size = index, [], 0
+            yield run
+            run, size = [], 0
         run.append(text)
-        size += text_bytes + 1
+        size += text_bytes
     if run:
-        yield first, run
+        yield run

@@ -1,0 +1,96 @@
+"""`Socket`: the life of one websocket and of the tasks that work for it; knows nothing of streams.
+
+Invariant: whatever ends the socket, in whatever state, ends its tasks; nothing is sent after a close; and a
+client that vanishes is no error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+from channels.consumer import get_handler_name
+from channels.exceptions import StopConsumer
+from channels.generic.websocket import AsyncWebsocketConsumer
+
+logger = logging.getLogger(__name__)
+
+
+class Socket(AsyncWebsocketConsumer):
+    """A websocket consumer that owns tasks."""
+
+    # The app wakes its consumers itself: a configured channel layer is left alone, and none is needed.
+    channel_layer_alias: ClassVar[Any] = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._tasks: dict[asyncio.Task[None], bool] = {}  # whether a task outlives the client
+        self._over = False  # nothing can be sent any more
+        self._write = send
+        try:
+            await super().__call__(scope, receive, self._deliver)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self._wait_for_tasks()
+
+    async def dispatch(self, message: Any) -> None:
+        """Channels', but without a turn of the process's one database thread before each frame.
+
+        Else a permission check that blocks that thread would keep every socket of the process from ending. So
+        whatever uses a connection gives it back itself.
+        """
+        await getattr(self, get_handler_name(message))(message)
+
+    async def websocket_disconnect(self, message: Any) -> None:
+        """Channels', again without that turn."""
+        await self.disconnect(message["code"])
+        raise StopConsumer
+
+    async def disconnect(self, code: int) -> None:
+        """End what works for this socket, and wait for what is carried out all the same."""
+        self._end()
+        await self._wait_for_tasks()
+
+    async def _deliver(self, message: Any) -> None:
+        """The server's `send`, which nothing follows after a close, and which a client may leave at any time.
+
+        Servers differ there: some drop a late frame, some raise an `OSError`, some another error. The
+        disconnect is on its way in any case.
+        """
+        if message["type"] == "websocket.accept":
+            await self._write(message)
+        elif not self._over:
+            if message["type"] == "websocket.close":
+                self._end()
+            try:
+                await self._write(message)
+            except Exception:
+                logger.debug("A client vanished before its %s", message["type"], exc_info=True)
+                self._end()
+
+    def _end(self) -> None:
+        """Send nothing more; stop all tasks but the one that says so and those that outlive the client."""
+        self._over = True
+        current = asyncio.current_task()
+        for task, outlives_client in self._tasks.items():
+            if task is not current and not outlives_client:
+                task.cancel()
+
+    async def _wait_for_tasks(self) -> None:
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], name: str, *, outlives_client: bool = False
+    ) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks[task] = outlives_client
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
