@@ -21,13 +21,7 @@ class PGStreamsConfig(AppConfig):
         from .models import Chunk, Stream  # noqa: PLC0415
 
         post_save.connect(receivers.chunk_saved, sender=Chunk, dispatch_uid="pgstreams.saved")
-        pre_delete.connect(
-            receivers.stream_deleting, sender=Stream, dispatch_uid="pgstreams.deleting"
-        )
-        signals.chunks_appended.connect(
-            receivers.chunks_appended, dispatch_uid="pgstreams.appended"
-        )
+        pre_delete.connect(receivers.stream_deleting, sender=Stream, dispatch_uid="pgstreams.deleting")
+        signals.chunks_appended.connect(receivers.chunks_appended, dispatch_uid="pgstreams.appended")
         signals.stream_closed.connect(receivers.stream_closed, dispatch_uid="pgstreams.closed")
-        connection_created.connect(
-            receivers.maintenance_connected, dispatch_uid="pgstreams.maintenance"
-        )
+        connection_created.connect(receivers.maintenance_connected, dispatch_uid="pgstreams.maintenance")

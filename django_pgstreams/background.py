@@ -28,11 +28,19 @@ def loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             started = asyncio.new_event_loop()
-            threading.Thread(
-                target=_run, args=(started,), name="pgstreams-background", daemon=True
-            ).start()
+            thread = threading.Thread(target=_run, args=(started,), name="pgstreams-background", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                started.close()
+                raise
             _loop = started
         return _loop
+
+
+def is_running() -> bool:
+    """Whether the background event loop has been started in this process."""
+    return _loop is not None
 
 
 def _run(started: asyncio.AbstractEventLoop) -> None:

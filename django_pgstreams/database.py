@@ -1,23 +1,33 @@
 """Raw psycopg connections made from a Django alias, for work that Django's own connections cannot do.
 
-Every one has an application name, notices a dead peer, is in autocommit, and keeps no session state, so that it
-also works through a transaction pooler (the listener's `LISTEN` is the exception).
+Every one has an application name, is in autocommit, and keeps no session state, so that it also works through
+a transaction pooler (the listener's `LISTEN` is the exception). Invariants: whatever is asked of a connection
+has a deadline (`execute`, `within`), since a peer that is gone without a word never answers; a forked child
+never ends a session of its parent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import selectors
+import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+from psycopg import pq
+
+T = TypeVar("T")
+Row: TypeAlias = tuple[Any, ...]
 
 _CONNECT_SECONDS = 10
+_CANCEL_SECONDS = 3.0
 _DEAD_PEER = {
     "keepalives": 1,
     "keepalives_idle": 10,
@@ -26,6 +36,32 @@ _DEAD_PEER = {
     "tcp_user_timeout": 15_000,
 }
 _APPLICATION_PREFIX = "pgstreams-"
+
+
+class Connection(psycopg.Connection[Row]):
+    """A blocking connection of one process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._owner = os.getpid()
+
+    def close(self) -> None:
+        """Disconnect; in a forked child nothing, since that would end the parent's session."""
+        if self._owner == os.getpid():
+            super().close()
+
+
+class AsyncConnection(psycopg.AsyncConnection[Row]):
+    """An asyncio connection of one process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._owner = os.getpid()
+
+    async def close(self) -> None:
+        """Like `Connection.close`; safe too when the event loop of the connection has been closed."""
+        if self._owner == os.getpid():
+            await super().close()
 
 
 def application_name(role: str) -> str:
@@ -55,22 +91,105 @@ def parameters(using: str, role: str) -> dict[str, Any]:
     }
 
 
-def connect(using: str, role: str) -> psycopg.Connection[tuple[Any, ...]]:
+def connect(using: str, role: str, *, timeout_seconds: float = _CONNECT_SECONDS) -> Connection:
     """A new blocking connection. Raises `psycopg.OperationalError`."""
-    return psycopg.connect(**parameters(using, role))
+    given = parameters(using, role)
+    own = int(given["connect_timeout"] or _CONNECT_SECONDS)
+    given["connect_timeout"] = min(own, max(2, int(timeout_seconds)))
+    return Connection.connect(**given)
 
 
-async def aconnect(using: str, role: str) -> psycopg.AsyncConnection[tuple[Any, ...]]:
+async def aconnect(using: str, role: str) -> AsyncConnection:
     """A new asyncio connection. Raises `psycopg.OperationalError`."""
     given = await asyncio.to_thread(parameters, using, role)
-    return await psycopg.AsyncConnection.connect(**given)
+    return await AsyncConnection.connect(**given)
+
+
+# Deadlines -----------------------------------------------------------------------------------------
+
+
+def execute(
+    connection: Connection, statement: str, values: Sequence[str], *, timeout_seconds: float
+) -> list[list[str | None]]:
+    """Run a statement (placeholders `$1` …) on a blocking connection; text goes in and comes out.
+
+    Raises `psycopg.Error`, or `TimeoutError` past the deadline; then close the connection. It speaks to libpq
+    itself, because psycopg's blocking calls wait without a limit.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    link = connection.pgconn
+    link.send_query_params(statement.encode(), [value.encode() for value in values])
+    while link.flush():
+        _wait(link, selectors.EVENT_READ | selectors.EVENT_WRITE, deadline)
+        link.consume_input()
+    rows: list[list[str | None]] = []
+    while (result := _next_result(link, deadline)) is not None:
+        if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
+            raise psycopg.OperationalError(result.error_message.decode(errors="replace").strip())
+        for row in range(result.ntuples):
+            cells = (result.get_value(row, column) for column in range(result.nfields))
+            rows.append([None if cell is None else cell.decode() for cell in cells])
+    return rows
+
+
+def _next_result(link: pq.abc.PGconn, deadline: float) -> pq.abc.PGresult | None:
+    while link.is_busy():
+        _wait(link, selectors.EVENT_READ, deadline)
+        link.consume_input()
+    return link.get_result()
+
+
+def _wait(link: pq.abc.PGconn, events: int, deadline: float) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(link.socket, events)
+        if not selector.select(max(0, deadline - time.monotonic())):
+            raise TimeoutError("the server did not answer in time")
+
+
+async def within(seconds: float, connection: AsyncConnection, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` on a connection returns. Raises `TimeoutError` past the deadline; then close it.
+
+    A statement that is given up, also because the caller is cancelled, is first cancelled at the server, so
+    that it holds nothing there. If that is not answered in time either, its socket is shut down.
+    """
+    task = asyncio.get_running_loop().create_task(work, name="pgstreams-statement")
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            shut_down = asyncio.get_running_loop().call_later(_CANCEL_SECONDS, _shut_down, connection)
+            task.add_done_callback(lambda _: shut_down.cancel())
+            task.add_done_callback(_mark_retrieved)
+            task.cancel()  # psycopg asks the server to cancel the statement
+            await asyncio.wait({task})
+    if task.cancelled():
+        raise TimeoutError("the server did not answer in time")
+    return task.result()
+
+
+def _mark_retrieved(task: asyncio.Future[Any]) -> None:
+    """Whoever was cancelled does not want the error any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _shut_down(connection: AsyncConnection) -> None:
+    """Have libpq find its connection ended, without a word from the other side."""
+    with (
+        contextlib.suppress(psycopg.Error, OSError),
+        socket.socket(fileno=os.dup(connection.pgconn.socket)) as own,
+    ):
+        own.shutdown(socket.SHUT_RDWR)
+
+
+# Reading -------------------------------------------------------------------------------------------
 
 
 class ReadPool:
-    """At most `size` asyncio connections of one event loop, opened when needed and served first come, first served.
+    """At most `size` asyncio connections of one event loop, opened when needed; first come, first served.
 
-    It has no task of its own, so nothing outlives the loop that uses it: whoever owns it calls `close_idle` now and
-    then, and `close` at the end.
+    It has no task of its own, so nothing outlives the loop that uses it: whoever owns it calls `close_idle`
+    now and then, and `close` at the end.
     """
 
     def __init__(self, using: str, role: str, *, size: int, timeout_seconds: float) -> None:
@@ -78,20 +197,18 @@ class ReadPool:
         self._role = role
         self._timeout_seconds = timeout_seconds
         self._turns = asyncio.Semaphore(size)
-        self._idle: deque[tuple[float, psycopg.AsyncConnection[tuple[Any, ...]]]] = deque()
+        self._idle: deque[tuple[float, AsyncConnection]] = deque()
 
-    async def fetch(self, statement: str, parameters: dict[str, Any]) -> list[tuple[Any, ...]]:
+    async def fetch(self, statement: str, parameters: dict[str, Any]) -> list[Row]:
         """Run a statement on a free connection and return its rows.
 
         Raises `psycopg.Error`, or `TimeoutError` past the deadline; the connection is given up then.
         """
         async with self._turns, self._connection() as connection:
-            async with asyncio.timeout(self._timeout_seconds):
-                cursor = await connection.execute(statement, parameters, binary=True)
-                return await cursor.fetchall()
+            return await within(self._timeout_seconds, connection, _fetch(connection, statement, parameters))
 
     @contextlib.asynccontextmanager
-    async def _connection(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[Any, ...]]]:
+    async def _connection(self) -> AsyncIterator[AsyncConnection]:
         if self._idle:
             _, connection = self._idle.pop()
         else:
@@ -113,3 +230,13 @@ class ReadPool:
     async def close(self) -> None:
         """Close the connections that are not in use."""
         await self.close_idle(0)
+
+    def abandon(self) -> None:
+        """Close them after the event loop has been closed."""
+        while self._idle:
+            self._idle.pop()[1].pgconn.finish()
+
+
+async def _fetch(connection: AsyncConnection, statement: str, parameters: dict[str, Any]) -> list[Row]:
+    cursor = await connection.execute(statement, parameters, binary=True)
+    return await cursor.fetchall()

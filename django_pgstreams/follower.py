@@ -1,4 +1,4 @@
-"""One stream followed in one event loop: what its followers share (`Feed`), and one reader's way (`Follower`).
+"""One stream followed in one event loop: what its followers share (`Feed`), one reader's way (`Follower`).
 
 Invariant: a follower is given the chunks from its position on, each once and in order, then the end; whatever
 stands in between (trimmed chunks, another life of the stream) is an event of its own, never a silent jump.
@@ -102,11 +102,7 @@ class Feed:
     @property
     def behind(self) -> bool:
         """Whether the window is known to end before the tail."""
-        return (
-            self.window is not None
-            and self.row is not None
-            and self.window.end < self.row.next_offset
-        )
+        return self.window is not None and self.row is not None and self.window.end < self.row.next_offset
 
 
 def _age(row: StreamRow) -> tuple[int, bool, int]:
@@ -160,7 +156,7 @@ class Follower:
         self._reader = reader
         self._feed = feed
         self._live = False
-        self._tail_seen: int | None = None
+        self._tail_seen = -1  # the tail as this reader's own last page showed it
         self._closed = False
 
     def close(self) -> None:
@@ -168,22 +164,24 @@ class Follower:
         if not self._closed:
             self._closed = True
             self._reader.unfollow(self._feed)
+            self._feed.wake()
 
     async def next(self) -> Event:
-        """Wait for what comes next. After `Closed` there is nothing more."""
+        """Wait for what comes next. After `Closed` there is nothing more; its state is "" after `close`."""
         feed = self._feed
-        while True:
+        while not self._closed:
             if not feed.gone and feed.row is not None and feed.row.epoch != self.epoch:
                 return self._reset(feed.row.epoch)
             event = feed.end_at(self.position) or self._from_window() or await self._read_on()
             if event is not None:
                 return event
+        return Closed(self.position, "", "")
 
     def _reset(self, epoch: str) -> Reset:
         self.epoch = epoch
         self.position = 0
         self._live = False
-        self._tail_seen = None
+        self._tail_seen = -1
         return Reset(epoch)
 
     def _from_window(self) -> Event | None:
@@ -204,11 +202,10 @@ class Follower:
     async def _read_on(self) -> Event | None:
         """Wait at the end of the window, or read a page where the window does not reach."""
         feed, window = self._feed, self._feed.window
-        if window is not None and self.position in (window.end, self._tail_seen):
+        if window is not None and self._waits_at(window):
             if self.position > window.end:
-                self._reader.mark(
-                    feed
-                )  # this reader has seen more than the window, which must catch up
+                # This reader has seen more than the window, which must catch up.
+                self._reader.mark(feed)
             await self._reader.wait(feed)
             return None
         page = await self._reader.page(feed, self.position)
@@ -216,6 +213,10 @@ class Follower:
             # Beyond the tail, says a read that others may have begun before this position existed.
             page = await self._reader.read_page(feed, self.position)
         return self._take(page)
+
+    def _waits_at(self, window: Window) -> bool:
+        """Whether what comes next will come through the window, which may have left this reader behind."""
+        return self.position == window.end or self.position == self._tail_seen > window.end
 
     def _take(self, page: Page) -> Event | None:
         feed = self._feed
@@ -232,5 +233,7 @@ class Follower:
             # Nobody waits at the window's end, so it may move to where this reader is.
             if not feed.waiting and (feed.window is None or feed.window.end < page.next):
                 feed.move_window(page, self._reader.window_bytes)
+                if feed.behind:  # of what another read has told since
+                    self._reader.mark(feed)
         self.position = page.next
         return Chunks(page.chunks) if page.chunks else None

@@ -18,36 +18,32 @@ import math
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any
 
 import psycopg
-from channels.db import database_sync_to_async
-from django.db import router
 
 from . import background, conf, database, listener, pages, sql, wire
-from .buffer import Batch
-from .exceptions import StreamGap, StreamMissing, StreamReset
-from .models import Chunk, Stream
-from .follower import DELETED, Chunks, Closed, Event, Feed, Follower, Gap, Reset
+from .buffer import Batch, Buffer
+from .follower import Feed, Follower
+from .models import Stream
 from .pages import Page
+from .subscription import Subscription, start
 from .window import Window
 
-logger = logging.getLogger(__name__)
+__all__ = ["Hub", "Subscription", "close_all", "get", "start", "subscribe", "wake"]
 
-DELETED = "deleted"
-"""What `Closed.state` and `Subscription.state` say of a stream that was deleted while it was followed."""
+logger = logging.getLogger(__name__)
 
 _ROLE = "reader"
 _TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, OSError, TimeoutError)
 _MAX_BACKOFF_SECONDS = 5.0
 _HOUSEKEEPING_SECONDS = 5.0
+_RESTART_SECONDS = 1.0
 _MIN_TICK_CHUNKS = 16
 
 
 def _backoff_seconds(failures: int) -> float:
     """Capped, jittered time to wait after so many failures in a row."""
-    return random.uniform(0.5, 1) * min(0.05 * 2 ** min(failures, 10), _MAX_BACKOFF_SECONDS)
+    return random.uniform(0.5, 1) * min(math.ldexp(0.05, min(failures, 10)), _MAX_BACKOFF_SECONDS)
 
 
 class Hub:
@@ -62,6 +58,9 @@ class Hub:
         # answer the mark: no tail is enough when something else may have changed.
         self._dirty: dict[Feed, float] = {}
         self._wanted = asyncio.Event()
+        self._hints = Buffer()  # that came from other threads, on their way into the loop
+        self._hints_lock = threading.Lock()
+        self._hints_announced = False
         self._task: asyncio.Task[None] | None = None
         self._reads: dict[tuple[Feed, int], asyncio.Task[Page]] = {}
         self._failing = False
@@ -83,20 +82,35 @@ class Hub:
         if feed is None:
             feed = self._feeds[stream_id] = Feed(stream_id)
         feed.followers += 1
-        if self._task is None:
-            self._start()
+        self._start()
         return Follower(self, feed, position, epoch)
 
     def _start(self) -> None:
-        self._task = self.loop.create_task(self._run(), name="pgstreams-hub")
-        self._task.add_done_callback(self._ended)
+        if self._task is None and self._feeds:
+            self._task = self.loop.create_task(self._run(), name="pgstreams-hub")
+            self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Supervise: whatever ended the task by mistake, the followers are served on."""
-        if not task.cancelled() and (error := task.exception()) is not None:
+        """Supervise: unless it was cancelled, followers that are left are served on."""
+        self._task = None
+        if task.cancelled():
+            self._abandon_followers()
+            _forget_hub(self)
+        elif (error := task.exception()) is not None:
             logger.error("The hub of %r failed and starts again", self.using, exc_info=error)
-            if self._feeds and self._task is None:
-                self._start()
+            self.loop.call_later(_RESTART_SECONDS, self._start)
+        elif self._feeds:
+            self._start()  # somebody came while the connections were being closed
+        else:
+            _forget_hub(self)
+
+    def _abandon_followers(self) -> None:
+        """Cancel whoever waits for this hub: it reads no more."""
+        for task in self._reads.values():
+            task.cancel()
+        for feed in self._feeds.values():
+            for future in feed.waiting:
+                future.cancel()
 
     def unfollow(self, feed: Feed) -> None:
         """Forget a follower; with the last one the feed goes too."""
@@ -123,9 +137,7 @@ class Hub:
     @property
     def window_bytes(self) -> int:
         """The bound of each window, so that all together keep theirs."""
-        return min(
-            self._settings.WINDOW_BYTES, self._settings.WINDOWS_BYTES // max(1, len(self._feeds))
-        )
+        return min(self._settings.WINDOW_BYTES, self._settings.WINDOWS_BYTES // max(1, len(self._feeds)))
 
     async def wait(self, feed: Feed) -> None:
         """Wait at the end of a feed's window until something about it has changed."""
@@ -156,55 +168,70 @@ class Hub:
 
         A follower that registers at this moment reads afterwards, and so sees what the hint is about.
         """
-        if not batch.everything:
-            batch = Batch(
-                tuple(hint for hint in batch.wake_ups if hint.stream_id in self._feeds), False
-            )
-            if not batch.wake_ups:
-                return
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the loop has been closed, and its followers with it
-            self.loop.call_soon_threadsafe(self._wake, batch)
+        hints = tuple(hint for hint in batch.wake_ups if hint.stream_id in self._feeds)
+        if not hints and not batch.everything:
+            return
+        with self._hints_lock:
+            self._hints.restore(Batch(hints, batch.everything))
+            announced, self._hints_announced = self._hints_announced, True
+        if announced:
+            return  # a loop that is busy gets them all at once
+        try:
+            self.loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:
+            self.abandon()  # the loop has been closed, and its followers with it
 
-    def _wake(self, batch: Batch) -> None:
+    def _wake(self) -> None:
+        with self._hints_lock:
+            batch = self._hints.take()
+            self._hints_announced = False
         self.wake_ups += len(batch.wake_ups) + batch.everything
         if batch.everything:
-            for feed in self._feeds.values():
-                self.mark(feed)
+            self._mark_all()
         for stream_id, tail, changed in batch.wake_ups:
             feed = self._feeds.get(stream_id)
             if feed is not None and (changed or feed.window is None or feed.window.end < tail):
                 self.mark(feed, math.inf if changed else tail)
+
+    def _mark_all(self) -> None:
+        for feed in self._feeds.values():
+            self.mark(feed)
 
     # The task that reads for those who wait --------------------------------------------------------
 
     async def _run(self) -> None:
         heard = listener.get(self.using)
         heard.attach(self.wake_from_thread)
-        interval = self._settings.POLL_INTERVAL_SECONDS
-        now = time.monotonic()
-        poll_at = now + random.uniform(0.5, 1) * interval  # processes that start together spread
-        used_at = now
-        failures = 0
         try:
-            while self._feeds or now - used_at < self._settings.IDLE_SECONDS:
-                used_at = now if self._feeds else used_at
-                await self._wait_until(min(poll_at, now + _HOUSEKEEPING_SECONDS))
-                now = time.monotonic()
-                if now >= poll_at:
-                    poll_at = now + interval
-                    self._poll()
-                failures = 0 if await self._tick() else failures + 1
-                await self._close_idle()
-                if failures:
-                    await asyncio.sleep(_backoff_seconds(failures))
+            await self._serve()
         finally:
-            self._task = None
-            if not self._feeds:
-                _forget_hub(self)
             heard.detach(self.wake_from_thread)
-            await self._disconnect()
+            await self._live_pool.close()
+            await self._catch_up_pool.close()
+
+    async def _serve(self) -> None:
+        """Read for whoever waits, until nobody has followed anything for some time."""
+        interval = self._settings.POLL_INTERVAL_SECONDS
+        idle = self._settings.IDLE_SECONDS
+        now = used_at = time.monotonic()
+        poll_at = now + random.uniform(0.5, 1) * interval  # processes that start together spread
+        failures = 0
+        if any(feed.window for feed in self._feeds.values()):
+            self._mark_all()  # a restart: wake-ups may have been missed
+        while self._feeds or self._reads or now - used_at < idle:
+            if self._feeds or self._reads:
+                used_at = now
+            await self._wait_until(min(poll_at, now + min(_HOUSEKEEPING_SECONDS, idle)))
+            now = time.monotonic()
+            if now >= poll_at:
+                poll_at = now + interval
+                self._mark_all()
+                self.polls += bool(self._dirty)
+            failures = 0 if await self._tick() else failures + 1
+            await self._live_pool.close_idle(idle)
+            await self._catch_up_pool.close_idle(idle)
+            if failures:
+                await asyncio.sleep(_backoff_seconds(failures))
 
     async def _wait_until(self, when: float) -> None:
         """Wait until somebody wants a read, or for the time given (monotonic seconds)."""
@@ -212,12 +239,6 @@ class Hub:
             async with asyncio.timeout(max(0, when - time.monotonic())):
                 await self._wanted.wait()
         self._wanted.clear()
-
-    def _poll(self) -> None:
-        for feed in self._feeds.values():
-            self.mark(feed)
-        if self._dirty:
-            self.polls += 1
 
     async def _tick(self) -> bool:
         """Read, in one query, every dirty feed at whose end somebody waits; False if that failed."""
@@ -230,20 +251,20 @@ class Hub:
         max_chunks = max(_MIN_TICK_CHUNKS, self._settings.PAGE_CHUNKS // len(feeds))
         try:
             read = await self._read(self._live_pool, feeds, positions, max_chunks)
-        except Exception as error:  # the marks come back, whatever it was
+        except Exception as error:  # noqa: BLE001 - the marks come back, whatever it was
             for feed in feeds:
                 self.mark(feed)
             self._report(error)
             return False
         self._report(None)
         # Those for whom the bytes did not suffice come first next time.
-        for feed, page in sorted(
-            zip(feeds, read, strict=True), key=lambda pair: len(pair[1].chunks)
-        ):
+        for feed, page in sorted(zip(feeds, read, strict=True), key=lambda pair: len(pair[1].chunks)):
             if page.gap_to is not None:
                 # Trimmed beyond the window: its followers find the gap when they read on.
                 feed.window = Window(page.gap_to)
             self.learn(feed, page)
+            if feed in self._dirty:
+                self._dirty[feed] = self._dirty.pop(feed)
         return True
 
     def learn(self, feed: Feed, page: Page) -> None:
@@ -274,19 +295,22 @@ class Hub:
             logger.info("Streams of %r are read again", self.using)
         self._failing = error is not None
 
-    async def _close_idle(self) -> None:
-        for pool in (self._live_pool, self._catch_up_pool):
-            await pool.close_idle(self._settings.IDLE_SECONDS)
-
-    async def _disconnect(self) -> None:
-        for pool in (self._live_pool, self._catch_up_pool):
-            await pool.close()
-
     async def close(self) -> None:
-        """Stop reading and disconnect; followers are not served any more."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Stop reading and disconnect; whoever follows still is cancelled."""
+        tasks = [*self._reads.values(), *([self._task] if self._task else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._live_pool.close()
+        await self._catch_up_pool.close()
+
+    def abandon(self) -> None:
+        """Let go of everything after the event loop was closed without ending its tasks; from any thread."""
+        _forget_hub(self)
+        listener.get(self.using).detach(self.wake_from_thread)
+        for pool in (self._live_pool, self._catch_up_pool):
+            pool.abandon()
 
     # Catch-up --------------------------------------------------------------------------------------
 
@@ -308,13 +332,11 @@ class Hub:
             task.exception()  # its readers have it; without readers nobody needs it
 
     async def read_page(self, feed: Feed, position: int) -> Page:
-        """The page of a stream from a position on, read now; tries again for ever while the database is away."""
+        """The page of a stream from a position on, read now; tries again while the database is away."""
         failures = 0
         while True:
             try:
-                read = await self._read(
-                    self._catch_up_pool, [feed], [position], self._settings.PAGE_CHUNKS
-                )
+                read = await self._read(self._catch_up_pool, [feed], [position], self._settings.PAGE_CHUNKS)
             except _TRANSIENT as error:
                 failures += 1
                 self._report(error)
@@ -335,9 +357,10 @@ _hubs: dict[tuple[asyncio.AbstractEventLoop, str], Hub] = {}
 def get(using: str) -> Hub:
     """The running event loop's hub for a database alias."""
     loop = asyncio.get_running_loop()
+    for hub in _all():
+        if hub.loop.is_closed():
+            hub.abandon()
     with _lock:
-        for key in [key for key in _hubs if key[0].is_closed()]:
-            del _hubs[key]
         if (loop, using) not in _hubs:
             _hubs[loop, using] = Hub(using)
         return _hubs[loop, using]
@@ -351,9 +374,15 @@ def wake(using: str, batch: Batch) -> None:
 
 
 def close_all(timeout_seconds: float = 5.0) -> None:
-    """Disconnect every hub of the process; not to be called in an event loop that has one."""
+    """Disconnect every hub of the process, but those of the event loop that calls this, if one does."""
+    try:
+        own_loop = asyncio.get_running_loop()
+    except RuntimeError:
+        own_loop = None
     for hub in _all():
-        if hub.loop.is_running() and hub.loop is not asyncio._get_running_loop():
+        if hub.loop.is_closed():
+            hub.abandon()
+        elif hub.loop.is_running() and hub.loop is not own_loop:
             asyncio.run_coroutine_threadsafe(hub.close(), hub.loop).result(timeout_seconds)
 
 
@@ -389,140 +418,14 @@ def subscribe(
 ) -> Subscription:
     """Follow a stream (or its key) from a position on, until it ends; for both `for` and `async for`.
 
-    `offset` is a position, `"tail"`, or minus n for the last n chunks. With `epoch` (as saved beside a position) a
-    re-created stream is noticed. Iterating yields `Chunk` instances, waits for new ones, and ends when the stream is
-    closed. It raises `StreamMissing` when the stream does not exist or is deleted, `StreamGap` when chunks at the
-    position are no longer stored, `StreamReset` when the position is of another life of the stream.
+    `offset` is a position, `"tail"`, or minus n for the last n chunks. With `epoch` (as saved beside a
+    position) a re-created stream is noticed. Iterating yields `Chunk` instances, waits for new ones, and ends
+    when the stream is closed. It raises `StreamMissing` when the stream does not exist or is deleted,
+    `StreamGap` when chunks at the position are no longer stored, `StreamReset` when the position is of
+    another life of the stream.
     """
-    return Subscription(stream, wire.check_start(offset), epoch, using)
+    return Subscription(stream, wire.check_start(offset), epoch=epoch, using=using, follow=_follow)
 
 
-class Subscription:
-    """A way through a stream. Iterating again goes on from `position`."""
-
-    def __init__(
-        self, stream: Stream | str, offset: int | str, epoch: str | None, using: str | None
-    ) -> None:
-        self.position: int | str = offset
-        """The offset wanted next: after the chunk, or the batch, that was yielded last."""
-        self.epoch = epoch
-        """The life of the stream that the position belongs to, once iteration has begun."""
-        self.state = ""
-        """How the stream ended, once it has."""
-        self.reason = ""
-        """Why it ended."""
-        self._stream = stream
-        self._using = using
-
-    def batches(self) -> Batches:
-        """The same in lists, as they were read: for `for` and `async for`."""
-        return Batches(self)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for batch in self._batches():
-            for chunk in batch:
-                self.position = chunk.offset + 1
-                yield chunk
-
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        async with contextlib.aclosing(self._abatches()) as batches:
-            async for batch in batches:
-                for chunk in batch:
-                    self.position = chunk.offset + 1
-                    yield chunk
-
-    def _batches(self) -> Iterator[list[Chunk]]:
-        """Blocks; the hub of the background loop reads for all threads."""
-        stream, position = self._resolve()
-        follower = background.submit(self._follow(stream, position)).result()
-        pending = None
-        try:
-            while True:
-                pending = background.submit(follower.next())
-                chunks = self._take(stream, pending.result())
-                if chunks is None:
-                    return
-                if chunks:
-                    yield chunks
-        finally:
-            if pending is not None:
-                pending.cancel()
-            background.loop().call_soon_threadsafe(follower.close)
-
-    async def _abatches(self) -> AsyncGenerator[list[Chunk], None]:
-        stream, position = await database_sync_to_async(self._resolve)()
-        follower = await self._follow(stream, position)
-        try:
-            while (chunks := self._take(stream, await follower.next())) is not None:
-                if chunks:
-                    yield chunks
-        finally:
-            follower.close()
-
-    def _resolve(self) -> tuple[Stream, int]:
-        """The stream as it is now, and the position as a number."""
-        given = self._stream
-        if isinstance(given, Stream):
-            using = self._using or router.db_for_write(Stream, instance=given)
-            stream = Stream.objects.using(using).get(pk=given.pk)
-        else:
-            using = self._using or router.db_for_write(Stream)
-            stream = Stream.objects.using(using).get(key=given)
-        self.epoch = self.epoch or stream.epoch
-        return stream, start(stream, self.position)
-
-    async def _follow(self, stream: Stream, position: int) -> Follower:
-        using = router.db_for_write(Stream, instance=stream)
-        return get(using).follow(stream.pk, position, self.epoch or stream.epoch)
-
-    def _take(self, stream: Stream, event: Event) -> list[Chunk] | None:
-        """The chunks of an event; None at the end; raises where the reader must decide."""
-        match event:
-            case Chunks(chunks):
-                return [Chunk.stored(stream, *stored) for stored in chunks]
-            case Closed(_, state, reason):
-                if state == DELETED:
-                    raise StreamMissing(f"Stream {stream.key!r} was deleted while it was followed.")
-                self.state, self.reason = state, reason
-                return None
-            case Gap(requested, first):
-                raise StreamGap(
-                    f"Chunks {requested}–{first - 1} of stream {stream.key!r} are no longer stored; "
-                    f"subscribe from {first} to go on.",
-                    requested=requested,
-                    first=first,
-                )
-            case Reset(epoch):
-                raise StreamReset(
-                    f"Position {self.position} is not one of stream {stream.key!r} as it is now "
-                    f"(epoch {epoch}); subscribe from 0.",
-                    epoch=epoch,
-                )
-        return []
-
-
-class Batches:
-    """The chunks of a subscription in lists."""
-
-    def __init__(self, subscription: Subscription) -> None:
-        self._subscription = subscription
-
-    def __iter__(self) -> Iterator[list[Chunk]]:
-        for batch in self._subscription._batches():
-            self._subscription.position = batch[-1].offset + 1
-            yield batch
-
-    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
-        async with contextlib.aclosing(self._subscription._abatches()) as batches:
-            async for batch in batches:
-                self._subscription.position = batch[-1].offset + 1
-                yield batch
-
-
-def start(stream: Stream, offset: int | str) -> int:
-    """The position that a start (`wire.check_start`) means for a stream as it was just read."""
-    if isinstance(offset, str):
-        return stream.next_offset
-    if offset < 0:
-        return max(stream.first_offset, stream.next_offset + offset)
-    return offset
+async def _follow(using: str, stream_id: int, position: int, epoch: str) -> Follower:
+    return get(using).follow(stream_id, position, epoch)

@@ -1,9 +1,9 @@
-"""The listener: one connection per process and database that runs `LISTEN` and its health check, nothing else.
+"""The listener: one connection per process and database that runs `LISTEN` and its health check, no more.
 
-Invariant: whoever is attached hears of every wake-up sent after a `LISTEN` has committed, and is told to look at
-everything right after each such commit, since nothing is queued for an absent listener. So the order is: connect,
-`LISTEN` committed, "everything". Interleavings that matter: a wake-up between attach and `LISTEN` is covered by the
-"everything"; one lost with a broken connection is covered by the next connection's.
+Invariant: whoever is attached hears of every wake-up sent after a `LISTEN` has committed, and is told to look
+at everything right after each such commit, since nothing is queued for an absent listener. So the order is:
+connect, `LISTEN` committed, "everything". Interleavings that matter: a wake-up between attach and `LISTEN` is
+covered by the "everything"; one lost with a broken connection is covered by the next connection's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
 
-import psycopg
 from psycopg.sql import SQL, Identifier
 
 from . import background, conf, database, wire
@@ -36,9 +34,7 @@ Callback = Callable[[Batch], None]
 class Listener:
     """Listens on one database while somebody is attached, and for `idle_seconds` after."""
 
-    def __init__(
-        self, using: str, *, channel: str, health_check_seconds: float, idle_seconds: float
-    ) -> None:
+    def __init__(self, using: str, *, channel: str, health_check_seconds: float, idle_seconds: float) -> None:
         self._using = using
         self._channel = channel
         self._health_check_seconds = health_check_seconds
@@ -51,7 +47,7 @@ class Listener:
         self.wake_ups = 0
 
     def attach(self, callback: Callback) -> None:
-        """Have `callback` called, in the background thread, with each batch of wake-ups; it must not block."""
+        """Have `callback` called, in the background thread, with each batch of wake-ups; it may not block."""
         with self._lock:
             self._callbacks = (*self._callbacks, callback)
         background.loop().call_soon_threadsafe(self._start)
@@ -61,17 +57,27 @@ class Listener:
         with self._lock:
             self._callbacks = tuple(known for known in self._callbacks if known != callback)
             idle = not self._callbacks
-        if idle:
+        if idle and background.is_running():
             loop = background.loop()
             loop.call_soon_threadsafe(loop.call_later, self._idle_seconds, self._stop_if_idle)
+
+    @property
+    def attached(self) -> int:
+        """How many callbacks are attached."""
+        return len(self._callbacks)
 
     # In the background loop ------------------------------------------------------------------------
 
     def _start(self) -> None:
         if self._task is None and self._callbacks:
-            self._task = asyncio.get_running_loop().create_task(
-                self._run(), name="pgstreams-listener"
-            )
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="pgstreams-listener")
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("The listener of %r failed", self._using, exc_info=error)
+        self._start()  # somebody attached while this task was being stopped
 
     def _stop_if_idle(self) -> None:
         if not self._callbacks and self._task is not None:
@@ -84,38 +90,36 @@ class Listener:
             await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    await self._listen()
-                except Exception as error:  # whatever it was, a new connection is the cure
-                    self._failures += 1
-                    if self._failures == 1:
-                        logger.warning("Not listening on %r: %s; trying again", self._using, error)
-                doubled = _FIRST_BACKOFF_SECONDS * 2 ** min(self._failures, 10)
-                await asyncio.sleep(random.uniform(0.5, 1) * min(doubled, _MAX_BACKOFF_SECONDS))
-        finally:
-            self._task = None
-            self._start()  # somebody attached while this task was being stopped
+        while True:
+            try:
+                await self._listen()
+            except Exception as error:  # noqa: BLE001 - whatever it was, a new connection is the cure
+                self._failures += 1
+                if self._failures == 1:
+                    because = str(error) or type(error).__name__
+                    logger.warning("Not listening on %r: %s; trying again", self._using, because)
+            doubled = _FIRST_BACKOFF_SECONDS * 2 ** min(self._failures, 10)
+            await asyncio.sleep(random.uniform(0.5, 1) * min(doubled, _MAX_BACKOFF_SECONDS))
 
     async def _listen(self) -> None:
         async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
             connection = await database.aconnect(self._using, _ROLE)
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
-                await connection.execute(SQL("LISTEN {}").format(Identifier(self._channel)))
+            listen = SQL("LISTEN {}").format(Identifier(self._channel))
+            await database.within(_CONNECT_TIMEOUT_SECONDS, connection, connection.execute(listen))
             self.connects += 1
             self._failures = 0
             logger.info("Listening on %r", self._using)
             self._dispatch(_EVERYTHING)
             while True:
                 await self._hear(connection)
-                async with asyncio.timeout(_HEALTH_CHECK_TIMEOUT_SECONDS):
-                    await connection.execute("SELECT 1")
+                await database.within(
+                    _HEALTH_CHECK_TIMEOUT_SECONDS, connection, connection.execute("SELECT 1")
+                )
         finally:
             await connection.close()
 
-    async def _hear(self, connection: psycopg.AsyncConnection[Any]) -> None:
+    async def _hear(self, connection: database.AsyncConnection) -> None:
         async for notification in connection.notifies(timeout=self._health_check_seconds):
             self.wake_ups += 1
             self._dispatch(wire.unpack(notification.payload))
@@ -151,9 +155,13 @@ def get(using: str) -> Listener:
 def close_all(timeout_seconds: float = 5.0) -> None:
     """Disconnect every listener of the process. One that somebody is attached to connects again later."""
     with _lock:
-        closing = list(_listeners.values())
-    for listener in closing:
-        background.submit(listener.close()).result(timeout_seconds)
+        closing = list(_listeners.items())
+        for using, listener in closing:
+            if not listener.attached:
+                del _listeners[using]  # the next one takes the settings as they are then
+    if background.is_running():
+        for _, listener in closing:
+            background.submit(listener.close()).result(timeout_seconds)
 
 
 def _forget() -> None:

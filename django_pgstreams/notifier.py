@@ -3,11 +3,12 @@
 Invariant: a wake-up that was announced stays in the buffer until a flush that carries it has committed, so a
 failing flush costs time only, and never fails an append. Interleavings that matter:
 
-- announced while a flush is under way: the batch was taken before, so the new wake-up waits for the next flush;
+- announced while a flush is under way: its batch was taken before, so the new wake-up waits for the next;
 - a flush fails: its batch goes back and is merged with what came meanwhile, highest tail wins;
 - the process forks: the child starts with no notifier; the parent's thread flushes what the parent announced;
-- the process ends: the thread is asked to stop, and what is left is flushed in the calling thread, since none
-  can be started then.
+- the process ends: the thread is asked to stop, and what is left is flushed in the calling thread, since no
+  other can be started then;
+- the server does not answer: the flush has a deadline, and counts as failed after it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
+import multiprocessing.util
 import random
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 import psycopg
 
@@ -44,20 +46,27 @@ class Notifier:
     """Announces wake-ups of one database. Its thread starts with the first one."""
 
     def __init__(
-        self, using: str, *, channel: str, flush_interval_seconds: float, idle_seconds: float
+        self,
+        using: str,
+        *,
+        channel: str,
+        flush_interval_seconds: float,
+        timeout_seconds: float,
+        idle_seconds: float,
     ) -> None:
         self._using = using
         self._channel = channel
         self._flush_interval_seconds = flush_interval_seconds
+        self._timeout_seconds = timeout_seconds
         self._idle_seconds = idle_seconds
         self._condition = threading.Condition()
         self._buffer = Buffer()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._connection: database.Connection | None = None
         self._durations: deque[float] = deque(maxlen=32)
         self._sessions = 1
-        self._counted_at = 0.0
+        self._counted_at = -math.inf
         self.flushes = 0
         self.failed_flushes = 0
 
@@ -67,7 +76,7 @@ class Notifier:
             if self._stopping:
                 return False
             self._buffer.add(wake_ups)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._start()
             self._condition.notify()
             return True
@@ -92,14 +101,13 @@ class Notifier:
         if thread is not None:
             thread.join(timeout_seconds)
             if thread.is_alive():
-                logger.warning(
-                    "The notifier of %r did not stop in %.1f s", self._using, timeout_seconds
-                )
+                logger.warning("The notifier of %r did not stop in %.1f s", self._using, timeout_seconds)
                 return
-        if self._buffer and time.monotonic() < deadline:
+        remaining = deadline - time.monotonic()
+        if self._buffer and remaining > 0:
             try:
-                self._flush(self._buffer.take())
-            except psycopg.Error as error:
+                self._flush(self._buffer.take(), remaining)
+            except Exception as error:  # noqa: BLE001 - the poll delivers; a traceback at exit helps nobody
                 logger.warning("The last wake-ups of %r were not sent: %s", self._using, error)
         self._disconnect()
 
@@ -111,24 +119,26 @@ class Notifier:
             if not batch.wake_ups and not batch.everything:
                 self._disconnect()
                 continue
-            started = time.monotonic()
             try:
-                self._flush(batch)
-            except Exception as error:
+                self._flush(batch, self._timeout_seconds)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the wake-ups come back
                 failures += 1
-                self.failed_flushes += 1
-                self._disconnect()
-                with self._condition:
-                    self._buffer.restore(batch)
-                if failures == 1:
-                    logger.warning("Wake-ups of %r wait: the flush failed: %s", self._using, error)
+                self._keep(batch, failures, error)
                 self._rest(random.uniform(0.5, 1) * min(0.05 * 2**failures, _MAX_BACKOFF_SECONDS))
                 continue
             if failures:
                 logger.info("Wake-ups of %r are sent again", self._using)
                 failures = 0
-            self._durations.append(time.monotonic() - started)
-            self._rest(self._pace() - (time.monotonic() - started))
+            self._rest(self._pace())
+
+    def _keep(self, batch: Batch, failures: int, error: Exception) -> None:
+        """Take a batch back whose flush failed, and give its connection up."""
+        self.failed_flushes += 1
+        with self._condition:
+            self._buffer.restore(batch)
+        self._disconnect()
+        if failures == 1:
+            logger.warning("Wake-ups of %r wait: the flush failed: %s", self._using, error)
 
     def _next_batch(self) -> Batch | None:
         """What waits, once something does; an empty batch after a time of idleness; None to end."""
@@ -147,27 +157,35 @@ class Notifier:
                 self._condition.wait_for(lambda: self._stopping, timeout=seconds)
 
     def _pace(self) -> float:
-        """Seconds from the start of one flush to the start of the next."""
-        wanted = max(
-            self._flush_interval_seconds,
-            _SECONDS_PER_NOTIFIER * self._sessions,
-            _REST_PER_FLUSH * statistics.median(self._durations),
-        )
-        return min(wanted, max(_MAX_REST_SECONDS, self._flush_interval_seconds))
+        """Seconds to rest after a flush."""
+        spread = _SECONDS_PER_NOTIFIER * self._sessions
+        own_share = min(_REST_PER_FLUSH * statistics.median(self._durations), _MAX_REST_SECONDS)
+        return max(self._flush_interval_seconds, spread, own_share)
 
-    def _flush(self, batch: Batch) -> None:
+    def _flush(self, batch: Batch, timeout_seconds: float) -> None:
+        """Send a batch. Raises whatever goes wrong, `TimeoutError` if nothing comes back."""
         if self._connection is None:
-            self._connection = database.connect(self._using, _ROLE)
-        payloads = wire.pack(batch)
-        self._connection.execute(sql.NOTIFY, {"channel": self._channel, "payloads": payloads})
+            self._connection = database.connect(self._using, _ROLE, timeout_seconds=timeout_seconds)
+        # An array of Postgres; the payloads hold digits and punctuation only.
+        payloads = "{" + ",".join(f'"{payload}"' for payload in wire.pack(batch)) + "}"
+        started = time.monotonic()
+        database.execute(
+            self._connection,
+            sql.NOTIFY,
+            [self._channel, payloads],
+            timeout_seconds=timeout_seconds,
+        )
+        self._durations.append(time.monotonic() - started)
         self.flushes += 1
-        if time.monotonic() - self._counted_at > _COUNT_EVERY_SECONDS:
-            self._counted_at = time.monotonic()
-            name = database.application_name(_ROLE)
-            row = self._connection.execute(
-                sql.COUNT_SESSIONS, {"application_name": name}
-            ).fetchone()
-            self._sessions = row[0] if row else 1
+        if started - self._counted_at > _COUNT_EVERY_SECONDS:
+            self._counted_at = started
+            self._sessions = self._count(self._connection, timeout_seconds)
+
+    def _count(self, connection: database.Connection, timeout_seconds: float) -> int:
+        """How many notifiers the cluster has."""
+        name = database.application_name(_ROLE)
+        rows = database.execute(connection, sql.COUNT_SESSIONS, [name], timeout_seconds=timeout_seconds)
+        return int(rows[0][0] or 1)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -193,10 +211,13 @@ def get(using: str) -> Notifier:
                 using,
                 channel=settings.CHANNEL,
                 flush_interval_seconds=settings.FLUSH_INTERVAL_SECONDS,
+                timeout_seconds=settings.QUERY_TIMEOUT_SECONDS,
                 idle_seconds=settings.IDLE_SECONDS,
             )
             if not _at_exit:
                 atexit.register(_flush_at_exit)
+                # A child that multiprocessing forked runs these; whether others depends on the Python.
+                multiprocessing.util.Finalize(None, _flush_at_exit, exitpriority=0)
                 _at_exit = True
         return _notifiers[using]
 
@@ -222,9 +243,10 @@ def _flush_at_exit() -> None:
 
 
 def _forget() -> None:
-    global _lock, _notifiers
+    global _lock, _notifiers, _at_exit
     _lock = threading.Lock()
     _notifiers = {}
+    _at_exit = False
 
 
 background.after_fork(_forget)

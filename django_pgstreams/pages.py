@@ -1,7 +1,7 @@
 """Pages: what one statement read of a stream, its row and a run of its chunks; pure.
 
-Invariant: the chunks of a page are contiguous and begin at its position. A page that would begin later is a gap
-and holds no chunks, so nothing can be delivered across a hole.
+Invariant: the chunks of a page are contiguous and begin at its position. A page that would begin later is a
+gap and holds no chunks, so nothing can be delivered across a hole.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def from_rows(positions: Sequence[int], rows: Iterable[tuple[Any, ...]]) -> list
     """The pages that the rows of `sql.PAGES` stand for, in the order in which they were wanted."""
     grouped = groupby(rows, key=lambda row: row[0])
     return [
-        _page(position, list(of_stream))
-        for position, (_, of_stream) in zip(positions, grouped, strict=True)
+        _page(position, list(of_stream)) for position, (_, of_stream) in zip(positions, grouped, strict=True)
     ]
 
 

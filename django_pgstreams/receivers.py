@@ -37,13 +37,13 @@ def stream_closed(sender: type[Stream], stream: Stream, using: str, **kwargs: An
 
 
 def stream_deleting(sender: type[Stream], instance: Stream, using: str, **kwargs: Any) -> None:
-    """`pre_delete`, which Django sends on every path: remove the chunks, with appends locked out until the end."""
+    """`pre_delete`, sent on every path: remove the chunks, with appends locked out until the commit."""
     store.delete_chunks(using, instance.pk)
     _announce(using, instance.pk, instance.next_offset, changed=True)
 
 
 def maintenance_connected(sender: Any, connection: Any, **kwargs: Any) -> None:
-    """Django connects outside its aliases to create or drop a database: let go of ours, or the drop would fail."""
+    """Django, outside its aliases, creates or drops a database: let go of ours, or the drop would fail."""
     if connection.alias == NO_DB_ALIAS:
         release()
 

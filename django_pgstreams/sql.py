@@ -94,8 +94,9 @@ Every wanted stream has a row at least: without `stream_id` when it does not exi
 nothing is stored at or after the position, without payload when the bytes were used up before it.
 """
 
-NOTIFY = "SELECT pg_notify(%(channel)s, payload) FROM unnest(%(payloads)s::text[]) AS payload"
+NOTIFY = "SELECT pg_notify($1, payload) FROM unnest($2::text[]) AS payload"
+"""For `database.execute`, as is the next: its parameters are libpq's."""
 
 COUNT_SESSIONS = """
-SELECT count(*) FROM pg_stat_activity WHERE application_name = %(application_name)s
+SELECT count(*) FROM pg_stat_activity WHERE application_name = $1
 """

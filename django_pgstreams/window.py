@@ -1,7 +1,7 @@
 """The shared window of a stream's recent chunks in one event loop; pure.
 
-Invariant: it holds the chunks `start` … `end - 1`, every one, and no others; it only grows at `end` by what is
-contiguous and only shrinks at `start`.
+Invariant: it holds the chunks `start` … `end - 1`, every one, and no others; it only grows at `end`, by what
+is contiguous, and only shrinks at `start`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Window:
         self._dropped = 0  # chunks at the head of the list that are no longer in the window
 
     def extend(self, position: int, chunks: Sequence[StoredChunk], max_bytes: int) -> None:
-        """Add the part of a contiguous run from `position` on that continues the window; drop the oldest beyond `max_bytes`.
+        """Add the part of a contiguous run from `position` on that continues the window.
 
-        The newest chunk always stays.
+        The oldest chunks beyond `max_bytes` are dropped; the newest always stays.
         """
         if not position <= self.end < position + len(chunks):
             return

@@ -1,0 +1,179 @@
+"""Following a stream from Python: with `for` in any thread, with `async for` in any event loop.
+
+Invariant: `position` is always where to go on: behind the chunk (or batch) that was yielded last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from typing import TypeAlias
+
+from channels.db import database_sync_to_async
+from django.db import router
+
+from . import background
+from .exceptions import StreamGap, StreamMissing, StreamReset
+from .follower import DELETED, Chunks, Closed, Event, Follower, Gap, Reset
+from .models import Chunk, Stream
+
+Follow: TypeAlias = Callable[[str, int, int, str], Awaitable[Follower]]
+"""Registers, in the running event loop, a follower of (alias, stream id, position, epoch)."""
+
+
+class Subscription:
+    """A way through a stream. Iterating again goes on from `position`."""
+
+    def __init__(
+        self,
+        stream: Stream | str,
+        offset: int | str,
+        *,
+        epoch: str | None,
+        using: str | None,
+        follow: Follow,
+    ) -> None:
+        self.position: int | str = offset
+        """The offset wanted next: after the chunk, or the batch, that was yielded last."""
+        self.epoch = epoch
+        """The life of the stream that the position belongs to, once iteration has begun."""
+        self.state = ""
+        """How the stream ended, once it has."""
+        self.reason = ""
+        """Why it ended."""
+        self._stream = stream
+        self._using = using
+        self._follow = follow
+        self._closed = False
+        self._stop: Callable[[], object] | None = None  # ends the iteration under way
+
+    def batches(self) -> Batches:
+        """The same in lists, as they were read: for `for` and `async for`."""
+        return Batches(self)
+
+    def close(self) -> None:
+        """End the iteration, from any thread, as if there were no more chunks; `state` stays empty."""
+        self._closed = True
+        if self._stop is not None:
+            self._stop()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for batch in self._batches():
+            for chunk in batch:
+                self.position = chunk.offset + 1
+                yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        async with contextlib.aclosing(self._abatches()) as batches:
+            async for batch in batches:
+                for chunk in batch:
+                    self.position = chunk.offset + 1
+                    yield chunk
+
+    def _batches(self) -> Iterator[list[Chunk]]:
+        """Blocks; the hub of the background loop reads for all threads."""
+        stream, position = self._resolve()
+        follower = background.submit(self._begin(stream, position)).result()
+        pending = None
+        try:
+            while True:
+                pending = background.submit(follower.next())
+                chunks = self._take(stream, pending.result())
+                if chunks is None:
+                    return
+                if chunks:
+                    yield chunks
+        finally:
+            if pending is not None:
+                pending.cancel()
+            background.loop().call_soon_threadsafe(follower.close)
+
+    async def _abatches(self) -> AsyncGenerator[list[Chunk], None]:
+        stream, position = await database_sync_to_async(self._resolve)()
+        follower = await self._begin(stream, position)
+        try:
+            while (chunks := self._take(stream, await follower.next())) is not None:
+                if chunks:
+                    yield chunks
+        finally:
+            follower.close()
+
+    def _resolve(self) -> tuple[Stream, int]:
+        """The stream as it is now, and the position as a number."""
+        given = self._stream
+        if isinstance(given, Stream):
+            using = self._using or router.db_for_write(Stream, instance=given)
+            stream = Stream.objects.using(using).get(pk=given.pk)
+        else:
+            using = self._using or router.db_for_write(Stream)
+            stream = Stream.objects.using(using).get(key=given)
+        self.epoch = self.epoch or stream.epoch
+        self.position = start(stream, self.position)
+        return stream, self.position
+
+    async def _begin(self, stream: Stream, position: int) -> Follower:
+        using = str(stream._state.db)
+        follower = await self._follow(using, stream.pk, position, self.epoch or stream.epoch)
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed, and all in it
+                loop.call_soon_threadsafe(follower.close)
+
+        self._stop = stop
+        if self._closed:
+            follower.close()
+        return follower
+
+    def _take(self, stream: Stream, event: Event) -> list[Chunk] | None:
+        """The chunks of an event; None at the end; raises where the reader must decide."""
+        match event:
+            case Chunks(chunks):
+                return [Chunk.stored(stream, *stored) for stored in chunks]
+            case Closed(_, state, reason):
+                if state == DELETED:
+                    raise StreamMissing(f"Stream {stream.key!r} was deleted while it was followed.")
+                self.state, self.reason = state, reason
+                return None
+            case Gap(requested, first):
+                raise StreamGap(
+                    f"Chunks {requested}–{first - 1} of stream {stream.key!r} are no longer stored; "
+                    f"subscribe from {first} to go on.",
+                    requested=requested,
+                    first=first,
+                )
+            case Reset(epoch):
+                raise StreamReset(
+                    f"Position {self.position} is not one of stream {stream.key!r} as it is now "
+                    f"(epoch {epoch}); subscribe from 0.",
+                    epoch=epoch,
+                )
+        return []
+
+
+class Batches:
+    """The chunks of a subscription in lists."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    def __iter__(self) -> Iterator[list[Chunk]]:
+        for batch in self._subscription._batches():
+            self._subscription.position = batch[-1].offset + 1
+            yield batch
+
+    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
+        async with contextlib.aclosing(self._subscription._abatches()) as batches:
+            async for batch in batches:
+                self._subscription.position = batch[-1].offset + 1
+                yield batch
+
+
+def start(stream: Stream, offset: int | str) -> int:
+    """The position that a start (`wire.check_start`) means for a stream as it was just read."""
+    if isinstance(offset, str):
+        return stream.next_offset
+    if offset < 0:
+        return max(stream.first_offset, stream.next_offset + offset)
+    return offset
