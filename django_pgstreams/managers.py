@@ -6,10 +6,11 @@ changes a stored chunk; and instances change only once everything that was asked
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from django.db import models, transaction
+from django.db.models.utils import resolve_callables
 
 from . import keys, signals, store
 from .exceptions import ChunkImmutable, InvalidKey, ManagedField
@@ -22,8 +23,10 @@ MANAGED_FIELDS = frozenset(
 )
 
 
-def refuse_managed(names: Iterable[str], what: str) -> None:
-    """Raise `ManagedField` if a managed field is among the names."""
+def refuse_managed(names: Collection[str], what: str) -> None:
+    """Raise `ManagedField` if a managed field, or the content type, is among the names to be written."""
+    if "content_type" in names:
+        refuse_content_type(what)
     managed = sorted(MANAGED_FIELDS.intersection(names))
     if managed:
         raise ManagedField(
@@ -45,15 +48,41 @@ class StreamQuerySet(models.QuerySet["Stream"]):
     def update(self, **kwargs: Any) -> int:
         """Django's, for the fields that are not managed."""
         refuse_managed(kwargs, "update()")
-        if "content_type" in kwargs:
-            refuse_content_type("update()")
         if "key" in kwargs:
             if not isinstance(kwargs["key"], str):
-                raise InvalidKey(
-                    "update() and bulk_update() cannot check a computed key: rename streams with save()."
-                )
+                raise InvalidKey("update() cannot check a computed key: rename streams with save().")
             keys.check_key(kwargs["key"])
         return super().update(**kwargs)
+
+    def update_or_create(
+        self,
+        defaults: Mapping[str, Any] | None = None,
+        create_defaults: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Stream, bool]:
+        """Django's, which would have `save()` write all dates, managed ones too."""
+        values = defaults or {}
+        refuse_managed(values.keys() - {"content_type"}, "update_or_create()")
+        self._for_write = True
+        with transaction.atomic(using=self.db):
+            stream, created = self.select_for_update().get_or_create(
+                values if create_defaults is None else create_defaults, **kwargs
+            )
+            if not created:
+                for name, value in resolve_callables(values):
+                    setattr(stream, name, value)
+                stream.save(using=self.db)
+        return stream, created
+
+    def bulk_update(
+        self, objs: Iterable[Stream], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        """Django's, for the fields that are not managed, and not for keys, which it would compute in SQL."""
+        names = list(fields)
+        refuse_managed(names, "bulk_update()")
+        if "key" in names:
+            raise InvalidKey("bulk_update() does not rename streams: use save().")
+        return super().bulk_update(objs, names, batch_size=batch_size)
 
     def bulk_create(
         self,
@@ -66,10 +95,7 @@ class StreamQuerySet(models.QuerySet["Stream"]):
     ) -> list[Stream]:
         """Django's, with each stream checked as in `save()`."""
         streams = list(objs)
-        if update_fields is not None:
-            refuse_managed(update_fields, "bulk_create()")
-            if "content_type" in update_fields:
-                refuse_content_type("bulk_create()")
+        refuse_managed(update_fields or (), "bulk_create()")
         for stream in streams:
             stream.check_new()
         return super().bulk_create(

@@ -147,7 +147,8 @@ class Stream(models.Model):
     def _names_to_save(self, update_fields: Iterable[str] | None) -> set[str]:
         if update_fields is not None:
             names = set(update_fields)
-            refuse_managed(names, "save(update_fields=…)")
+            # The content type may be named, as long as it is the stored one.
+            refuse_managed(names - {"content_type"}, "save()")
             return names
         kept_back = MANAGED_FIELDS | self.get_deferred_fields()
         return {
@@ -171,10 +172,8 @@ class Stream(models.Model):
         """Raise `InvalidKey`, `InvalidPayload` or `ManagedField` unless this can be a new stream."""
         keys.check_key(self.key)
         codec.check_content_type(self.content_type)
-        refuse_managed(
-            (name for name, value in _INITIAL.items() if getattr(self, name) != value),
-            "A new stream",
-        )
+        given = [name for name, value in _INITIAL.items() if getattr(self, name) != value]
+        refuse_managed(given, "A new stream")
 
     def _missing(self) -> StreamMissing:
         return StreamMissing(f"Stream {self.key!r} does not exist: it was deleted or never saved.")
