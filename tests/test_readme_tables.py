@@ -1,0 +1,112 @@
+"""What README.md says of names, settings, frames and codes is what the code has."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import pydoc
+import re
+from dataclasses import fields
+
+import pytest
+
+from django_pgstreams import conf, consumers, exceptions, wire
+from tests.fresh_project import README, readme_blocks
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the README's table under this heading row, each a list of cells."""
+    _, _, after = README.read_text().partition(f"\n{heading}\n|---")
+    assert after, f"README.md has no table {heading}"
+    lines = after.partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def names(cell: str) -> list[str]:
+    """The words in code marks of a cell."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_settings_table_is_that_of_the_code() -> None:
+    documented = {
+        name.strip("`"): ast.literal_eval(default.strip("`"))
+        for name, default, _ in table("| name | default | meaning |")
+    }
+    assert documented == {field.name: field.default for field in fields(conf.Settings)}
+
+
+def test_every_error_is_documented() -> None:
+    documented = {names(error)[0] for error, _ in table("| error | when |")}
+    errors = {
+        name
+        for name, value in vars(exceptions).items()
+        if inspect.isclass(value)
+        and issubclass(value, exceptions.PGStreamsError)
+        and value is not exceptions.PGStreamsError
+        and not name.startswith("_")
+    }
+    assert documented == errors
+
+
+@pytest.mark.parametrize(
+    "frame", [names(frame)[0] for frame, _ in table("| frame from the client | meaning |")]
+)
+def test_every_documented_frame_of_a_client_is_understood(frame: str) -> None:
+    text = frame.replace(": key", ': "notes/1"').replace(": n", ": 3").replace(": e", ': "abc"')
+    kind = json.loads(text)["type"]
+    assert wire.parse(text).type == kind
+
+
+def test_the_frames_of_the_server_are_those_of_the_code() -> None:
+    rows = table("| frame from the server | meaning |")
+    documented = {re.match(r'`\{"type": "(\w+)"', frame)[1] for frame, _ in rows}
+    source = inspect.getsource(consumers) + inspect.getsource(wire)
+    sent = set(re.findall(r'wire\.frame\(\s*"(\w+)"', source)) | set(re.findall(r'"type":"(\w+)"', source))
+    assert documented == sent
+
+
+def test_the_error_codes_are_those_of_the_code() -> None:
+    documented = {names(code)[0] for code, _ in table("| error code | meaning |")}
+    assert documented == set(re.findall(r'_error\(\s*"(\w+)"', inspect.getsource(consumers)))
+
+
+def test_the_close_codes_are_those_of_the_code() -> None:
+    documented = {
+        int(code) for code, _, _ in table("| close code | meaning | try again? |") if code.isdecimal()
+    }
+    assert documented == {value for name, value in vars(consumers).items() if name.startswith("CLOSE_")}
+
+
+def test_every_name_that_the_readme_imports_or_mentions_exists() -> None:
+    text = README.read_text()
+    imported = [
+        f"{module}.{name.strip()}"
+        for module, found in re.findall(
+            r"^from (django_pgstreams[\w.]*) import ([\w, ]+)", text, re.MULTILINE
+        )
+        for name in found.split(",")
+    ]
+    mentioned = re.findall(r"`(django_pgstreams(?:\.\w+)+)", text)
+    assert len(imported) > 5
+    assert len(mentioned) > 3
+    assert [name for name in [*imported, *mentioned] if pydoc.locate(name) is None] == []
+
+
+def test_python_blocks_are_python() -> None:
+    for block in readme_blocks():
+        if block.language == "python":
+            compile(block.text, block.title or "README.md", "exec")
+
+
+def test_links_within_the_readme_lead_somewhere() -> None:
+    text = README.read_text()
+    headings = {
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in headings
+        elif "://" not in target:
+            assert (README.parent / target).exists(), target
