@@ -78,7 +78,7 @@ def start_or_adopt(cluster: Cluster, account: Account | None) -> Path:
             raise failure(cluster, "An earlier Postgres neither works nor ends.")
         time.sleep(RETRY_SECONDS)
     try:
-        create_data(cluster, account, binaries)
+        create_data(cluster, account, binaries, postgres_lock)
         # Nobody holds the lock, so no process of this cluster lives: these files are a dead
         # server's. The number in them may be that of a stranger by now, or of a dead process that
         # nobody has reaped yet; at the sight of either Postgres would refuse to start.
@@ -153,8 +153,11 @@ def copy_binaries(package: Path, copy: Path) -> None:
     unfinished.rename(copy)
 
 
-def create_data(cluster: Cluster, account: Account | None, binaries: Path) -> None:
-    """Make the data directory if there is none: under another name until it is complete."""
+def create_data(cluster: Cluster, account: Account | None, binaries: Path, postgres_lock: int) -> None:
+    """Make the data directory if there is none: under another name until it is complete.
+
+    initdb holds `postgres_lock` too: should this process be killed, the next one waits for its end.
+    """
     if cluster.data.is_dir():
         return
     unfinished = cluster.directory / "data.unfinished"
@@ -166,7 +169,8 @@ def create_data(cluster: Cluster, account: Account | None, binaries: Path) -> No
     # Sorted alike everywhere: Postgres's own rules, not those of the machine's C library.
     options += ["--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--locale=C"]
     try:
-        run_as(account, [binaries / "initdb", f"--pgdata={unfinished}", *options])
+        command = [binaries / "initdb", f"--pgdata={unfinished}", *options]
+        run_as(account, command, pass_fds=[postgres_lock])
     except subprocess.CalledProcessError as error:
         raise EmbeddedPostgresError(f"initdb failed:\n{error.stdout}") from error
     unfinished.rename(cluster.data)

@@ -7,7 +7,7 @@ last descriptor, inherited by forked children) carry it:
 
     lease     shared by every client from its first connection to its end
     keeper    held by the one keeper; handed to it, already locked, by the client that starts it
-    postgres  held by every process of Postgres, which inherit it; and by nobody else for long
+    postgres  held by every process of Postgres, which inherit it, initdb included
 
 A client takes its lease, then asks, again and again until Postgres is ready: is the keeper lock
 free? Then it starts a keeper. The keeper takes the postgres lock and starts Postgres, or finds it
@@ -44,6 +44,8 @@ from example_project.embedded.postgres import START_SECONDS, failure, is_ready
 
 KEEPER_MODULE = "example_project.embedded.keeper"
 
+KEEPER_ATTEMPTS = 3
+
 # The keeper may have to stop one server and start another.
 PATIENCE_SECONDS = 2 * START_SECONDS
 
@@ -58,10 +60,12 @@ def ensure_running(cluster: Cluster) -> None:
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     take_lease(cluster, deadline)
+    reports: list[str] = []
     while True:
         keeper_lock = try_exclusive(cluster.keeper)
         if keeper_lock is not None:
-            start_keeper(cluster, keeper_lock)
+            reports.append(start_keeper(cluster, keeper_lock))
+            check_reports(cluster, reports)
         if is_ready(cluster):
             return
         if time.monotonic() > deadline:
@@ -81,8 +85,11 @@ def take_lease(cluster: Cluster, deadline: float) -> None:
             raise failure(cluster, "Postgres is being stopped, and that does not end.") from error
 
 
-def start_keeper(cluster: Cluster, keeper_lock: int) -> None:
-    """Start a keeper that owns `keeper_lock`, and return when its Postgres is ready."""
+def start_keeper(cluster: Cluster, keeper_lock: int) -> str:
+    """Start a keeper that owns `keeper_lock`, and return its report when it has made one.
+
+    The report is READY_REPORT, an error, or nothing at all if the keeper was killed.
+    """
     try:
         keeper = subprocess.Popen(
             [sys.executable, "-m", KEEPER_MODULE, cluster.base, str(keeper_lock)],
@@ -96,6 +103,12 @@ def start_keeper(cluster: Cluster, keeper_lock: int) -> None:
     finally:
         os.close(keeper_lock)
     with keeper:  # the program splits in two: one half ends at once, the other reports
-        report = keeper.stdout.read().decode(errors="replace")
-    if report != READY_REPORT:
-        raise EmbeddedPostgresError(report or f"The keeper of {cluster.directory} ended at once.")
+        return keeper.stdout.read().decode(errors="replace")
+
+
+def check_reports(cluster: Cluster, reports: list[str]) -> None:
+    """Raise if the last keeper reported an error, or if this client's keepers keep being killed."""
+    if reports[-1] not in (READY_REPORT, ""):
+        raise EmbeddedPostgresError(reports[-1])
+    if reports.count("") >= KEEPER_ATTEMPTS:
+        raise failure(cluster, "The process that starts Postgres was killed each time.")
