@@ -1,0 +1,50 @@
+"""Threads with database connections of their own, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from django.db import connections
+
+DEADLINE_SECONDS = 30.0
+
+
+def start(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run a function in a thread of its own, whose connections are closed at its end."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            future.set_exception(error)
+        finally:
+            connections.close_all()
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def run_all(*functions: Callable[[], Any]) -> list[Any]:
+    """Run functions at the same time, each in its thread; their results, or the first one's error."""
+    gate = threading.Barrier(len(functions))
+
+    def at_once(function: Callable[[], Any]) -> Any:
+        gate.wait(DEADLINE_SECONDS)
+        return function()
+
+    futures = [start(at_once, function) for function in functions]
+    return [future.result(4 * DEADLINE_SECONDS) for future in futures]
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Return once the condition holds; fail, saying what did not happen, after the deadline."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"{what}: not within {DEADLINE_SECONDS:.0f} s")
+        time.sleep(0.01)

@@ -1,0 +1,80 @@
+"""What `manage.py check` says of a project that could not work."""
+
+from __future__ import annotations
+
+import pytest
+from django.core.checks import run_checks
+from django.core.management import CommandError, call_command
+from django.db import connection, connections
+from django.test.utils import CaptureQueriesContext
+
+
+def found(id_prefix: str = "pgstreams.") -> list[tuple[str, str]]:
+    return [(check.id, check.msg) for check in run_checks() if check.id.startswith(id_prefix)]
+
+
+class ToElsewhere:
+    """A database router that sends streams to the alias `elsewhere`."""
+
+    def db_for_write(self, model, **hints):
+        return "elsewhere" if model._meta.app_label == "pgstreams" else None
+
+
+async def async_hook(user, stream, action):
+    return True
+
+
+@pytest.fixture
+def elsewhere():
+    """A second alias, of SQLite, while the test runs."""
+    connections.settings["elsewhere"] = {
+        **connections.settings["default"],
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": ":memory:",
+    }
+    yield "elsewhere"
+    connections["elsewhere"].close()
+    del connections["elsewhere"]
+    del connections.settings["elsewhere"]
+
+
+def test_a_sound_project_passes(settings):
+    settings.PGSTREAMS = {"POLL_INTERVAL_SECONDS": 1, "PERMISSION": f"{__name__}.async_hook"}
+    assert found() == []
+
+
+@pytest.mark.django_db
+def test_the_checks_do_not_query():
+    with CaptureQueriesContext(connection) as queries:
+        assert found() == []
+    assert [query["sql"] for query in queries if "pgstreams" in query["sql"]] == []
+
+
+def test_each_problem_of_the_settings_is_an_error(settings):
+    settings.PGSTREAMS = {"POLL_INTERVAL": 1, "MAX_CHUNK_BYTES": "1", "CHANNEL": "x" * 64}
+    assert [check_id for check_id, _ in found()] == ["pgstreams.E001"] * 3
+    with pytest.raises(CommandError, match="has no setting 'POLL_INTERVAL'"):
+        call_command("check")
+
+
+def test_settings_that_are_no_dict_are_an_error(settings):
+    settings.PGSTREAMS = ["CHANNEL"]
+    assert found() == [("pgstreams.E001", "PGSTREAMS must be a dict, not list.")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["nowhere.hook", "nowhere", "", "django_pgstreams.permissions.nothing", "django_pgstreams.conf.math"],
+)
+def test_a_hook_that_cannot_be_called_is_an_error(settings, path):
+    settings.PGSTREAMS = {"PERMISSION": path}
+    [(check_id, message)] = found()
+    assert check_id == "pgstreams.E002"
+    assert repr(path) in message
+
+
+def test_streams_on_another_database_than_postgres_are_an_error(settings, elsewhere):
+    settings.DATABASE_ROUTERS = [f"{__name__}.ToElsewhere"]
+    [(check_id, message)] = found()
+    assert check_id == "pgstreams.E003"
+    assert "'elsewhere', which is sqlite" in message
