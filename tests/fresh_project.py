@@ -178,24 +178,29 @@ class FreshProject:
         before = path.read_text() + "\n" if block.title.endswith(_AT_END) else ""
         path.write_text(before + block.text)
 
-    def follow_readme(self) -> None:
-        """Do what the README says: its commands in order, and its files where it says them."""
+    def follow_readme(self, *, migrated: bool = True) -> None:
+        """Do what the README says: its commands in order, and its files where it says them.
+
+        Unless `migrated`, without those that need a database.
+        """
         for block in readme_blocks():
             if block.language == "sh":
                 for line in block.text.splitlines():
-                    self._follow(shlex.split(line))
+                    self._follow(shlex.split(line), migrated)
             elif block.title:
                 self.paste(block)
 
-    def _follow(self, words: list[str]) -> None:
+    def _follow(self, words: list[str], migrated: bool) -> None:
         match words:
             case ["django-admin", "startproject", name]:
-                # Here, the directory of the project exists already.
+                # The project's directory is there already; its settings are not.
                 self._succeed("-m", "django", "startproject", name, ".", settings="")
-            case ["python", "manage.py", "createsuperuser"]:
-                self._succeed("manage.py", "createsuperuser", "--noinput")
-            case ["python", "manage.py", "startapp" | "makemigrations" | "migrate", *_]:
+            case ["python", "manage.py", "startapp" | "makemigrations", *_]:
                 self._succeed(*words[1:])
+            case ["python", "manage.py", "migrate"] if migrated:
+                self._succeed(*words[1:])
+            case ["python", "manage.py", "createsuperuser"] if migrated:
+                self._succeed(*words[1:], "--noinput")
 
     def _succeed(self, *command: str, settings: str = "mysite.settings") -> None:
         self._options["env"]["DJANGO_SETTINGS_MODULE"] = settings
@@ -206,7 +211,7 @@ class FreshProject:
 @contextlib.contextmanager
 def fresh_project(directory: Path) -> Iterator[FreshProject]:
     """The README's project, migrated and with a superuser, ready to be served."""
-    project = FreshProject(directory, f"test_readme_{secrets.token_hex(4)}")
+    project = FreshProject(directory, f"readme_{secrets.token_hex(4)}")
     name = sql.Identifier(project.database)
     with project.connect("postgres") as server:
         server.execute(sql.SQL("CREATE DATABASE {}").format(name))
