@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+pytest_plugins = ["tests.fixtures"]
+
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 in_ci = bool(os.environ.get("CI"))
