@@ -61,15 +61,27 @@ class DemoDatabase:
         return row
 
     def payloads(self, key: str) -> list[bytes]:
-        """The payloads of a stream, in the order of their offsets."""
+        """The payloads of a stream that are stored, in the order of their offsets."""
         rows = self.rows(
-            'SELECT c.payload, c."offset" FROM pgstreams_chunk c'
+            'SELECT s.first_offset, c.payload, c."offset" FROM pgstreams_chunk c'
             " JOIN pgstreams_stream s ON s.id = c.stream_id"
             ' WHERE s.key = %s ORDER BY c."offset"',
             key,
         )
-        assert [row["offset"] for row in rows] == list(range(len(rows)))
+        first = rows[0]["first_offset"] if rows else 0
+        assert [row["offset"] for row in rows] == list(range(first, first + len(rows)))
         return [bytes(row["payload"]) for row in rows]
+
+    def trim(self, key: str, first_offset: int) -> None:
+        """Delete a stream's chunks below an offset."""
+        self.rows(
+            "WITH stream AS ("
+            "  UPDATE pgstreams_stream SET first_offset = %s WHERE key = %s RETURNING id, first_offset"
+            ") DELETE FROM pgstreams_chunk c USING stream"
+            '  WHERE c.stream_id = stream.id AND c."offset" < stream.first_offset RETURNING c.stream_id',
+            first_offset,
+            key,
+        )
 
 
 @contextmanager

@@ -292,6 +292,23 @@ def test_a_kept_text_of_another_life_of_the_key_is_thrown_away(visitor, database
     assert again.text == stored_text(database, tab.key)
 
 
+def test_what_was_trimmed_away_is_said_and_the_rest_is_shown(visitor, database):
+    tab = Tab(visitor)
+    tab.ask("What is the Dormouse dreaming?", tokens_per_second=200, length=40)
+    tab.wait_for_status("finished")
+    database.trim(tab.key, 10)
+    again = Tab(visitor)
+    again.page.goto(f"/{tab.key}/")
+    again.wait_for_status("finished")
+    assert again.page.locator(".gap").inner_text() == "Chunks 0–9 are no longer stored."
+    assert again.offsets() == list(range(10, database.stream(tab.key)["next_offset"]))
+    rest = again.page.locator("[data-part=content] span").all_inner_texts()
+    assert "".join(rest) == stored_text(database, tab.key)
+    again.page.reload()
+    again.wait_for_status("finished")
+    assert again.sockets[1].offsets() == []
+
+
 def test_a_stream_is_refused_to_another_visitor_and_not_asked_for_again(visitor, new_visitor):
     tab = Tab(visitor)
     tab.ask("Who stole the tarts?", tokens_per_second=200, length=40)

@@ -59,12 +59,24 @@ class Saved {
   }
 }
 
+/** A mark where chunks are missing because they are no longer stored. */
+function gapMark({ from, to }) {
+  const mark = document.createElement("p");
+  mark.className = "gap";
+  mark.textContent = `Chunks ${from}–${to - 1} are no longer stored.`;
+  return mark;
+}
+
 /** Tokens of a text, one after the other. */
 class TextView {
   #box;
 
   constructor(box) {
     this.#box = box;
+  }
+
+  addGap(gap) {
+    this.#box.append(gapMark(gap));
   }
 
   add(offset, items, isNew) {
@@ -111,6 +123,10 @@ class LinesView {
   #scrollToEnd() {
     this.#frame = null;
     this.#box.scrollTop = this.#box.scrollHeight;
+  }
+
+  addGap(gap) {
+    this.#box.append(gapMark(gap));
   }
 
   clear() {
@@ -196,7 +212,7 @@ class StreamPanel {
       epoch: this.#saved.epoch,
       onStatus: (status, detail) => this.#showStatus(status, detail),
       onChunks: (chunks) => this.#showChunks(chunks),
-      onReset: () => this.#startOver(0),
+      onReset: () => this.#startOver(),
       onGap: (gap) => this.#showGap(gap),
       onClosed: (end) => this.#showEnd(end),
       onError: ({ message }) => this.#showError(message),
@@ -280,16 +296,15 @@ class StreamPanel {
     this.#part("stop").querySelector("button").disabled = false;
   }
 
-  #showGap({ from, to }) {
-    this.#startOver(to);
-    this.#note(`Chunks ${from}–${to - 1} are no longer stored.`);
+  #showGap(gap) {
+    this.#view.addGap(gap);
+    this.#saved.clear(gap.to);
   }
 
-  #startOver(first) {
+  #startOver() {
     this.#view.clear();
     this.#tape.clear();
-    this.#saved.clear(first);
-    this.#saved.epoch = this.#follower.epoch;
+    this.#saved.clear();
   }
 
   #note(text) {
