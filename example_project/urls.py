@@ -15,4 +15,5 @@ urlpatterns = [
     path("log/<slug:name>/", views.run, name="run"),
     re_path(r"^(?P<kind>ask|log)/(?P<name>[-\w]+)/stop/$", views.stop, name="stop"),
     path("admin/", admin.site.urls),
+    path("favicon.ico", views.favicon),  # asked for by browsers on the admin's pages
 ]

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from django.shortcuts import get_object_or_404, redirect, render
+from django.templatetags.static import static
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from django_pgstreams.exceptions import StreamClosed
@@ -34,6 +35,12 @@ CANCELLED = "Stopped by its reader."
 def index(request: HttpRequest) -> HttpResponse:
     """What the demo shows, and where."""
     return render(request, "example_project/index.html")
+
+
+@require_safe
+def favicon(request: HttpRequest) -> HttpResponse:
+    """The icon, for pages that name none."""
+    return redirect(static("example_project/icon.svg"))
 
 
 @require_http_methods(["GET", "HEAD", "POST"])

@@ -61,7 +61,15 @@ def test_one_command_serves_every_page(start):
     demo = start()
     visitor = Visitor(demo.url)
     page = "/static/example_project"
-    for path in ("/", "/ask/", "/log/", f"{page}/stream.js", f"{page}/demo.js", f"{page}/demo.css"):
+    for path in (
+        "/",
+        "/ask/",
+        "/log/",
+        "/favicon.ico",
+        f"{page}/stream.js",
+        f"{page}/demo.js",
+        f"{page}/demo.css",
+    ):
         assert visitor.get(path)[0] == 200, path
     user, password = re.search(r"user (\w+), password (\S+)", demo.output).groups()
     status, path, text = Visitor(demo.url).post(
