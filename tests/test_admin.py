@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from django import forms
@@ -22,6 +26,7 @@ from django_pgstreams.admin import CappedPaginator, StreamAdmin
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Chunk, Stream
 
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
 LIST = "/admin/pgstreams/stream/"
 MANY_STREAMS = 100_000
 MANY_CHUNKS = 200_000
@@ -30,7 +35,7 @@ WAIT_SECONDS = 30
 
 
 class EditableAdmin(StreamAdmin):
-    """A project's own: a field to edit, one that must not be written, and a writer who is faster than the save."""
+    """A project's own: fields to edit, one that must not be written, and a writer faster than the save."""
 
     class Form(forms.ModelForm):
         next_offset = forms.IntegerField()
@@ -224,6 +229,19 @@ class ManyStreams(TestCase):
         data = {"action": "close_selected", "select_across": "1", "_selected_action": "1"}
         assert post(self.client, LIST + "?q=rt/999", data) == ["111 streams were ended."]
         assert Stream.objects.filter(state="completed").count() == 111
+
+
+def test_search_by_the_custom_users_name():
+    """In a project of its own, since the user model is chosen once."""
+    command = [
+        sys.executable, "manage.py", "test", "tests.members", "--pattern", "searching.py", "--noinput",
+    ]  # fmt: skip
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.members.settings"}
+    done = subprocess.run(
+        command, cwd=PROJECT_ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Ran 1 test" in done.stderr
 
 
 # A stream's page, and two hundred thousand chunks ----------------------------------------------------
