@@ -119,6 +119,10 @@ class ChunkQuerySet(models.QuerySet["Chunk"]):
         """Refused: `ChunkImmutable`."""
         raise ChunkImmutable("Chunks never change: append a new one instead of update().")
 
+    def bulk_update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: `ChunkImmutable`."""
+        raise ChunkImmutable("Chunks never change: append a new one instead of bulk_update().")
+
     def delete(self) -> NoReturn:
         """Refused: `ChunkImmutable`."""
         raise ChunkImmutable("Chunks are not deleted one by one: delete their stream.")

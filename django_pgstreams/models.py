@@ -355,6 +355,8 @@ class Chunk(models.Model):
     """What the setter of `data` made; a payload from elsewhere is checked before it is stored."""
 
     class Meta:
+        # Django's own detours, such as `stream.chunks.add()`, meet the refusals of the manager too.
+        base_manager_name = "objects"
         verbose_name = _("chunk")
         verbose_name_plural = _("chunks")
 
@@ -393,8 +395,8 @@ class Chunk(models.Model):
         if timezone.is_aware(created_at):
             utc = created_at.astimezone(datetime.UTC)
             created_at = utc if settings.USE_TZ else timezone.make_naive(utc)
-        chunk = cls(stream=stream, payload=payload)
-        chunk.mark_stored(offset, created_at, stream._state.db)
+        chunk = cls.from_db(stream._state.db, _CHUNK_COLUMNS, (stream.pk, offset, payload, created_at))
+        cls.stream.field.set_cached_value(chunk, stream)
         return chunk
 
     def mark_stored(self, offset: int, created_at: datetime.datetime, using: str | None) -> None:
@@ -425,9 +427,12 @@ class Chunk(models.Model):
                 f"Offset {self.offset} was given, but an append takes its offset from the stream; "
                 "use append(…, expected_offset=…) to require one."
             )
-        if self.payload is not self._encoded:
+        if self._encoded is None or self.payload is not self._encoded:
             self.payload = self._encoded = codec.check_payload(self.stream.content_type, self.payload)
         _check_size(self.payload)
+
+
+_CHUNK_COLUMNS = ("stream_id", "offset", "payload", "created_at")
 
 
 def _check_size(payload: bytes | memoryview) -> None:

@@ -29,7 +29,7 @@ WITH taken AS (
 )
 SELECT * FROM taken
 """
-"""Store payloads at the tail. No row: closed, missing, elsewhere than expected, or a stray row is in the way."""
+"""Store payloads at the tail. No row: closed, missing, elsewhere than expected, or a stray row in the way."""
 
 COUNTERS = """
 SELECT next_offset, first_offset, state, reason, appended_at, closed_at
@@ -37,7 +37,7 @@ FROM pgstreams_stream
 WHERE id = %(stream_id)s
 """
 
-PASS_STRAY_CHUNKS = """
+STEP_OVER_STRAY_CHUNKS = """
 UPDATE pgstreams_stream
 SET next_offset = greatest(
     next_offset,
@@ -80,7 +80,11 @@ FROM (
     LEFT JOIN LATERAL (
         SELECT chunk."offset", chunk.payload, chunk.created_at
         FROM pgstreams_chunk AS chunk
-        WHERE chunk.stream_id = want.stream_id AND chunk."offset" >= want.position
+        WHERE chunk.stream_id = want.stream_id
+          AND chunk."offset" >= want.position
+          AND chunk."offset" < least(
+              greatest(want.position, s.first_offset), 9223372036854775807 - %(max_chunks)s
+          ) + %(max_chunks)s
         ORDER BY chunk."offset"
         LIMIT %(max_chunks)s
     ) AS c ON true
@@ -92,6 +96,8 @@ ORDER BY page.place, page."offset"
 
 Every wanted stream has a row at least: without `stream_id` when it does not exist, without `offset` when
 nothing is stored at or after the position, without payload when the bytes were used up before it.
+Offsets are gapless, so the range holds a page; it is there for the planner, which on a table without
+statistics would sort the whole rest of the stream for each page.
 """
 
 NOTIFY = "SELECT pg_notify($1, payload) FROM unnest($2::text[]) AS payload"

@@ -103,7 +103,7 @@ def _append(
                 expected=expected_offset,
                 actual=found.next_offset,
             )
-        _execute(using, sql.PASS_STRAY_CHUNKS, {"stream_id": stream_id})
+        _execute(using, sql.STEP_OVER_STRAY_CHUNKS, {"stream_id": stream_id})
     raise StreamBusy(
         f"Stream {key!r} keeps getting chunks that do not advance its counter: "
         "another program inserts rows into it; let it append through the app."

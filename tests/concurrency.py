@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from asgiref.sync import async_to_sync
 from django.db import connections
 
 DEADLINE_SECONDS = 30.0
@@ -48,3 +50,13 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         if time.monotonic() > end:
             raise AssertionError(f"{what}: not within {DEADLINE_SECONDS:.0f} s")
         time.sleep(0.01)
+
+
+def in_this_thread(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an async test in an event loop whose database work is done by the test's own thread."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return async_to_sync(test)(*args, **kwargs)
+
+    return run

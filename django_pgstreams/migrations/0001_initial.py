@@ -137,7 +137,7 @@ CHUNK = migrations.CreateModel(
             models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
         ),
     ],
-    options={"verbose_name": "chunk", "verbose_name_plural": "chunks"},
+    options={"base_manager_name": "objects", "verbose_name": "chunk", "verbose_name_plural": "chunks"},
 )
 
 OPEN_STREAMS = migrations.AddIndex(
