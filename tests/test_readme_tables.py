@@ -8,11 +8,17 @@ import json
 import pydoc
 import re
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import pytest
+from django.db import connection
 
 from django_pgstreams import conf, consumers, exceptions, wire
+from django_pgstreams.models import Stream
 from tests.fresh_project import README, readme_blocks
+
+if TYPE_CHECKING:
+    from django.contrib.auth.models import User
 
 
 def table(heading: str) -> list[list[str]]:
@@ -97,6 +103,41 @@ def test_python_blocks_are_python() -> None:
     for block in readme_blocks():
         if block.language == "python":
             compile(block.text, block.title or "README.md", "exec")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_examples_of_appending_and_following_run(
+    django_user_model: type[User], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"user": django_user_model.objects.create_user("ada")}
+    for start in ("from django_pgstreams.models import Chunk, Stream", "from django_pgstreams.hub import"):
+        exec(example("python", start), names)
+    assert capsys.readouterr().out == "0 Collecting sources\n\n1 Compiling\n\n2 Linking\n\n"
+
+
+@pytest.mark.django_db
+def test_the_example_in_sql_appends() -> None:
+    stream = Stream.objects.create(key="builds/18")
+    stream.append(0)
+    with connection.cursor() as cursor:
+        cursor.execute(example("sql", "WITH taken"))
+        cursor.execute(example("sql", "WITH taken"))
+    stream.append(3)
+    by_sql = {"by": "SQL"}
+    assert [(chunk.offset, chunk.data) for chunk in stream.read()] == [
+        (0, 0),
+        (1, by_sql),
+        (2, by_sql),
+        (3, 3),
+    ]
+
+
+def example(language: str, start: str) -> str:
+    """The README's block that begins with these words."""
+    (found,) = (
+        block.text for block in readme_blocks() if block.language == language and block.text.startswith(start)
+    )
+    return found
 
 
 def test_links_within_the_readme_lead_somewhere() -> None:
