@@ -64,11 +64,11 @@ class CappedPaginator(_Paginator):
 
 
 class StreamAdmin(_ModelAdmin):
-    """The admin of streams; subclass it to add to it, and register the subclass instead."""
+    """The admin of streams. To change it, unregister `Stream` and register it with a subclass."""
 
     chunks_per_page = 50
     preview_characters = 400
-    """Of a payload. A page of chunks stays below 200 KB of HTML even if each character is escaped."""
+    """Of a payload. So many on so many chunks stay below 200 KB of HTML even if all are escaped."""
     max_action_streams = 500
     """An action on more than that is refused: it could not end within a request."""
     cancel_reason = _("cancelled by an administrator")
@@ -213,7 +213,7 @@ class StreamAdmin(_ModelAdmin):
         end = path(
             "<path:object_id>/end/",
             self.admin_site.admin_view(self.end_view),
-            name=self._url_name("end").partition(":")[2],
+            name=f"{self.opts.app_label}_{self.opts.model_name}_end",
         )
         return [end, *super().get_urls()]
 
@@ -228,10 +228,11 @@ class StreamAdmin(_ModelAdmin):
             if not self.has_change_permission(request, stream):
                 raise PermissionDenied
             end(request, self.get_queryset(request).filter(pk=stream.pk))
-        return HttpResponseRedirect(reverse(self._url_name("change"), args=[object_id]))
+        return HttpResponseRedirect(self._address("change", object_id))
 
-    def _url_name(self, view: str) -> str:
-        return f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_{view}"
+    def _address(self, view: str, *args: str) -> str:
+        name = f"admin:{self.opts.app_label}_{self.opts.model_name}_{view}"
+        return reverse(name, args=args, current_app=self.admin_site.name)
 
     # Bounds on actions, deletions and saving -------------------------------------------------------
 
@@ -309,7 +310,7 @@ class StreamAdmin(_ModelAdmin):
                 "Nothing was changed: another transaction, such as a writer's, holds the stream. Try again."
             )
         except StreamMissing:
-            address = reverse(self._url_name("changelist"))
+            address = self._address("changelist")
             text = gettext("Nothing was changed: the stream has been deleted meanwhile.")
         self.message_user(request, text, messages.ERROR)
         return HttpResponseRedirect(address)

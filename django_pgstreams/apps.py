@@ -13,7 +13,7 @@ class PGStreamsConfig(AppConfig):
 
     name = "django_pgstreams"
     label = "pgstreams"
-    verbose_name = _("streams")
+    verbose_name = _("Streams")
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
