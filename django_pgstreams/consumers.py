@@ -181,8 +181,7 @@ class StreamConsumer(Socket):
                 await self._error("forbidden", _REFUSED, key)
                 return
             # In another thread than everybody's look-ups, since it may wait for the stream's writer.
-            cancel = database_sync_to_async(stream.cancel, thread_sensitive=False)
-            await cancel("cancelled by a reader")
+            await sync_to_async(_cancel_now, thread_sensitive=False)(stream)
         except _Unavailable:
             await self._error("unavailable", _UNAVAILABLE, key)
         except StreamBusy as error:
@@ -250,7 +249,7 @@ class StreamConsumer(Socket):
         follower = hub.get(using).follow(stream.pk, position, known or stream.epoch)
         try:
             subscribed.sent = position
-            await self.send(text_data=_subscribed_frame(stream, position))
+            await self.send(text_data=_subscribed_frame(key, stream, position))
             while True:
                 event = await follower.next()
                 await self._send_event(key, stream.content_type, event, subscribed)
@@ -301,10 +300,17 @@ class StreamConsumer(Socket):
             raise _Unreadable(unreadable)
 
 
-def _subscribed_frame(stream: Stream, position: int) -> str:
+def _cancel_now(stream: Stream) -> None:
+    try:
+        stream.cancel("cancelled by a reader")
+    finally:
+        close_old_connections()  # this thread's: nobody else would
+
+
+def _subscribed_frame(key: str, stream: Stream, position: int) -> str:
     return wire.frame(
         "subscribed",
-        stream.key,
+        key,
         epoch=stream.epoch,
         offset=position,
         first=stream.first_offset,

@@ -63,19 +63,18 @@ class Socket(AsyncWebsocketConsumer):
             await self._write(message)
         elif not self._over:
             if message["type"] == "websocket.close":
-                self._end()
+                self._end(closing=asyncio.current_task())
             try:
                 await self._write(message)
             except Exception:
                 logger.debug("A client vanished before its %s", message["type"], exc_info=True)
                 self._end()
 
-    def _end(self) -> None:
-        """Send nothing more; stop all tasks but the one that says so and those that outlive the client."""
+    def _end(self, *, closing: asyncio.Task[Any] | None = None) -> None:
+        """Send nothing more; stop all tasks but the one that is closing and those that outlive the client."""
         self._over = True
-        current = asyncio.current_task()
         for task, outlives_client in self._tasks.items():
-            if task is not current and not outlives_client:
+            if task is not closing and not outlives_client:
                 task.cancel()
 
     async def _wait_for_tasks(self) -> None:
