@@ -11,21 +11,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg
-import pytest
 from django.db import connection
 from psycopg import sql
 
+from tests.waiting import DEADLINE_SECONDS, wait_until
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-DEADLINE_SECONDS = 60.0
-_POLL_SECONDS = 0.01
 _FENCED = re.compile(
     r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL
 )
@@ -49,16 +47,6 @@ def readme_blocks() -> list[Block]:
         Block(found["language"], found["title"] or "", found["text"])
         for found in _FENCED.finditer(README.read_text())
     ]
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition()`; fails the test when the deadline passes before."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"Waited {DEADLINE_SECONDS:g} s in vain: {what}.")
-        time.sleep(_POLL_SECONDS)
-    return value
 
 
 class Program:

@@ -18,16 +18,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from django_pgstreams import consumers
-from tests.fresh_project import (
-    DEADLINE_SECONDS,
-    PASSWORD,
-    USERNAME,
-    Block,
-    FreshProject,
-    Program,
-    fresh_project,
-    wait_until,
-)
+from tests.fresh_project import PASSWORD, USERNAME, Block, FreshProject, Program, fresh_project
+from tests.waiting import DEADLINE_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
