@@ -198,6 +198,7 @@ class ReadPool:
         self._timeout_seconds = timeout_seconds
         self._turns = asyncio.Semaphore(size)
         self._idle: deque[tuple[float, AsyncConnection]] = deque()
+        self._open: set[AsyncConnection] = set()
 
     async def fetch(self, statement: str, parameters: dict[str, Any]) -> list[Row]:
         """Run a statement on a free connection and return its rows.
@@ -213,11 +214,12 @@ class ReadPool:
             _, connection = self._idle.pop()
         else:
             connection = await aconnect(self._using, self._role)
+            self._open.add(connection)
         try:
             yield connection
         except BaseException:
             # Half-read or broken: it must not serve the next reader.
-            await connection.close()
+            await self._close(connection)
             raise
         self._idle.append((time.monotonic(), connection))
 
@@ -225,16 +227,21 @@ class ReadPool:
         """Close the connections that nobody has used for so long."""
         before = time.monotonic() - idle_seconds
         while self._idle and self._idle[0][0] <= before:
-            await self._idle.popleft()[1].close()
+            await self._close(self._idle.popleft()[1])
 
     async def close(self) -> None:
         """Close the connections that are not in use."""
         await self.close_idle(0)
 
+    async def _close(self, connection: AsyncConnection) -> None:
+        self._open.discard(connection)
+        await connection.close()
+
     def abandon(self) -> None:
-        """Close them after the event loop has been closed."""
-        while self._idle:
-            self._idle.pop()[1].pgconn.finish()
+        """Close every connection, after the event loop has been closed."""
+        while self._open:
+            self._open.pop().pgconn.finish()
+        self._idle.clear()
 
 
 async def _fetch(connection: AsyncConnection, statement: str, parameters: dict[str, Any]) -> list[Row]:

@@ -422,9 +422,13 @@ def subscribe(
     position) a re-created stream is noticed. Iterating yields `Chunk` instances, waits for new ones, and ends
     when the stream is closed. It raises `StreamMissing` when the stream does not exist or is deleted,
     `StreamGap` when chunks at the position are no longer stored, `StreamReset` when the position is of
-    another life of the stream.
+    another life of the stream. Raises `ValueError` itself for an offset that is none.
     """
-    return Subscription(stream, wire.check_start(offset), epoch=epoch, using=using, follow=_follow)
+    try:
+        wire.check_start(offset)
+    except wire.BadFrame as error:
+        raise ValueError(str(error)) from error
+    return Subscription(stream, offset, epoch=epoch, using=using, follow=_follow)
 
 
 async def _follow(using: str, stream_id: int, position: int, epoch: str) -> Follower:

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from django_pgstreams import background, listener
+from django_pgstreams.buffer import Batch, WakeUp
+from django_pgstreams.listener import Listener
+from tests.concurrency import wait_until
+from tests.following import connect, live, proxy, query, sessions, terminate  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("live")
+
+
+class Heard:
+    """Remembers the batches that it was woken with."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, batch):
+        self.batches.append(batch)
+
+    @property
+    def everythings(self):
+        return sum(batch.everything for batch in self.batches)
+
+    @property
+    def wake_ups(self):
+        return [wake_up for batch in self.batches for wake_up in batch.wake_ups]
+
+
+@pytest.fixture
+def make(live):
+    """Makes listeners that are closed at the end."""
+    made = []
+
+    def build(using="default", **settings):
+        given = {"channel": "pgstreams", "health_check_seconds": 15.0, "idle_seconds": 30.0}
+        made.append(Listener(using, **{**given, **settings}))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one._callbacks = ()
+        background.submit(one.close()).result(10)
+
+
+def notify(payload, channel="pgstreams"):
+    query("SELECT pg_notify(%s, %s)", channel, payload)
+
+
+def test_everything_comes_right_after_listening_has_begun_and_then_each_wake_up(make):
+    heard = Heard()
+    make().attach(heard)
+    wait_until(lambda: heard.batches, "something is heard")
+    assert heard.batches == [Batch((), everything=True)]
+    notify("17:204 18:3!")
+    wait_until(lambda: len(heard.batches) == 2, "the notification is heard")
+    assert heard.wake_ups == [WakeUp(17, 204), WakeUp(18, 3, changed=True)]
+
+
+def test_whoever_notifies_between_listening_and_everything_is_heard_too(make):
+    """A wake-up that is sent as soon as the server knows the listener is never missed."""
+    heard = Heard()
+    stop = threading.Event()
+    sent = []
+
+    def load():
+        with connect() as own:
+            while not stop.is_set():
+                sent.append(len(sent) + 1)
+                own.execute("SELECT pg_notify('pgstreams', %s)", [f"1:{sent[-1]}"])
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    make().attach(heard)
+    wait_until(lambda: len(heard.wake_ups) > 200, "many are heard")
+    stop.set()
+    thread.join()
+    wait_until(lambda: heard.wake_ups[-1].tail == sent[-1], "the last is heard")
+    tails = [wake_up.tail for wake_up in heard.wake_ups]
+    assert tails == list(range(tails[0], sent[-1] + 1))
+    assert heard.batches[0].everything or heard.everythings == 1
+
+
+def test_all_who_are_attached_share_one_session_that_is_idle(make):
+    listening = make()
+    heard = [Heard() for _ in range(20)]
+    for one in heard:
+        listening.attach(one)
+    wait_until(lambda: all(one.batches for one in heard), "all are told")
+    notify("1:1")
+    wait_until(lambda: all(one.wake_ups for one in heard), "all are woken")
+    rows = query(
+        "SELECT state, xact_start, query FROM pg_stat_activity "
+        "WHERE datname = current_database() AND application_name = 'pgstreams-listener'"
+    )
+    assert rows == [("idle", None, 'LISTEN "pgstreams"')]
+
+
+def test_whoever_fails_does_not_keep_the_others_from_being_woken(make, caplog):
+    listening = make()
+    heard = Heard()
+
+    def fail(batch):
+        raise ValueError("broken")
+
+    listening.attach(fail)
+    listening.attach(heard)
+    wait_until(lambda: heard.batches, "the other is told")
+    notify("1:1")
+    wait_until(lambda: heard.wake_ups, "the other is woken")
+    assert "could not be woken" in caplog.text
+    assert listening.connects == 1
+
+
+def test_it_disconnects_a_while_after_the_last_has_left(make):
+    listening = make(idle_seconds=0.3)
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: heard.batches, "it listens")
+    listening.detach(heard)
+    wait_until(lambda: not sessions("listener"), "the session is gone")
+    listening.attach(heard)
+    wait_until(lambda: len(heard.batches) == 2, "it listens again")
+
+
+def test_whoever_comes_before_that_finds_the_same_session(make):
+    listening = make(idle_seconds=0.5)
+    first, second = Heard(), Heard()
+    listening.attach(first)
+    wait_until(lambda: first.batches, "it listens")
+    left_at = time.monotonic()
+    listening.detach(first)
+    listening.attach(second)
+    wait_until(lambda: time.monotonic() - left_at > 1, "the time of idleness is over")
+    notify("1:1")
+    wait_until(lambda: second.wake_ups, "the second is woken")
+    assert not first.wake_ups
+    assert listening.connects == 1
+
+
+def test_coming_and_going_in_quick_turns_leaves_it_listening(make):
+    listening = make(idle_seconds=0.001)
+    for turn in range(300):
+        heard = Heard()
+        listening.attach(heard)
+        if turn % 30 == 0:
+            wait_until(lambda heard=heard: _is_woken(heard), "it is woken")
+        listening.detach(heard)
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: len(sessions("listener")) == 1, "one session")
+    wait_until(lambda: _is_woken(heard), "it is woken")
+
+
+def _is_woken(heard):
+    notify("5:5")
+    return WakeUp(5, 5) in heard.wake_ups
+
+
+def test_closed_before_its_first_step_it_listens_when_somebody_comes(make):
+    listening = make()
+    for _ in range(50):
+        heard = Heard()
+        listening.attach(heard)
+        listening.detach(heard)
+        background.submit(listening.close()).result(10)
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: heard.batches, "it listens")
+
+
+def test_after_each_broken_connection_everything_comes_again(make, caplog):
+    caplog.set_level(logging.INFO, logger="django_pgstreams.listener")
+    listening = make()
+    heard = Heard()
+    listening.attach(heard)
+    for times in range(1, 11):
+        wait_until(lambda times=times: heard.everythings == times, "everything comes")
+        [pid] = sessions("listener")
+        query("SELECT pg_terminate_backend(%s)", pid)
+    wait_until(lambda: heard.everythings == 11, "everything comes")
+    assert len(sessions("listener")) == 1
+    assert caplog.text.count("Not listening") == 10
+    assert caplog.text.count("Listening on") == 11
+
+
+def test_while_the_server_is_away_it_tries_again_for_ever_and_logs_once(make, proxy, caplog):
+    listening = make(proxy.alias)
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: heard.everythings == 1, "it listens")
+    proxy.go_down()
+    tried = proxy.accepted
+    wait_until(lambda: proxy.accepted >= tried + 4, "it tries again and again")
+    assert len([r for r in caplog.records if "Not listening" in r.message]) == 1
+    proxy.come_up()
+    wait_until(lambda: heard.everythings == 2, "it listens")
+
+
+def test_a_connection_that_is_open_but_dead_is_noticed_by_its_health_check(make, proxy, monkeypatch, caplog):
+    monkeypatch.setattr(listener, "_HEALTH_CHECK_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(listener, "_CONNECT_TIMEOUT_SECONDS", 2.0)
+    listening = make(proxy.alias, health_check_seconds=0.5)
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: heard.everythings == 1, "it listens")
+    proxy.hold()
+    tried = proxy.accepted
+    wait_until(lambda: proxy.accepted > tried, "another connection is tried")
+    proxy.come_up()
+    wait_until(lambda: heard.everythings == 2, "it listens")
+    notify("1:1")
+    wait_until(lambda: heard.wake_ups, "it is woken")
+    warnings = [record.message for record in caplog.records if "Not listening" in record.message]
+    assert len(warnings) == 1
+    assert "did not answer in time" in warnings[0]
+
+
+def test_closing_does_not_wait_for_a_dead_connection(make, proxy):
+    listening = make(proxy.alias, health_check_seconds=0.2)
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: heard.everythings == 1, "it listens")
+    proxy.hold()
+    listening.detach(heard)
+    began = time.monotonic()
+    background.submit(listening.close()).result(20)
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("channel", ['Stream"s', "ströme", "x" * 63])
+def test_a_channel_may_have_any_name(make, channel):
+    heard = Heard()
+    make(channel=channel).attach(heard)
+    wait_until(lambda: heard.batches, "it listens")
+    notify("3:4", channel)
+    wait_until(lambda: heard.wake_ups == [WakeUp(3, 4)], "it is woken")
+
+
+@pytest.mark.parametrize("payload", ["*", "rubbish", "17:", ":4", "1:2:3", "-1:4", "17:x"])
+def test_a_payload_that_is_no_list_of_wake_ups_stands_for_everything(make, payload):
+    heard = Heard()
+    make().attach(heard)
+    wait_until(lambda: heard.everythings == 1, "it listens")
+    notify(payload)
+    wait_until(lambda: heard.everythings == 2, "everything is heard")
+
+
+def test_the_notification_queue_does_not_fill_up(make):
+    heard = Heard()
+    make().attach(heard)
+    wait_until(lambda: heard.batches, "it listens")
+    query(
+        "SELECT count(pg_notify('pgstreams', '1:' || n || repeat(' ', 1000))) "
+        "FROM generate_series(1, 20000) AS n"
+    )
+    wait_until(lambda: len(heard.wake_ups) == 20_000, "all are heard")
+    wait_until(lambda: query("SELECT pg_notification_queue_usage()") == [(0.0,)], "the queue is empty")
+
+
+def test_a_process_has_one_listener_of_a_database(settings):
+    settings.PGSTREAMS = {"CHANNEL": "other"}
+    assert listener.get("default") is listener.get("default")
+    heard = Heard()
+    listener.get("default").attach(heard)
+    wait_until(lambda: heard.batches, "it listens")
+    assert query(
+        "SELECT query FROM pg_stat_activity WHERE datname = current_database() "
+        "AND application_name = 'pgstreams-listener'"
+    ) == [('LISTEN "other"',)]
+    listener.get("default").detach(heard)
+    listener.close_all()
+    assert not sessions("listener")
+    assert terminate("listener") == 0
