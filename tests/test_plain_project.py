@@ -85,27 +85,27 @@ class ConsumerTests(TransactionTestCase):
     async def connect(self, key, user):
         socket = WebsocketCommunicator(URLRouter(websocket_urlpatterns), f"/ws/streams/{key}/?offset=0")
         socket.scope["user"] = user
-        await socket.connect()
-        self.assertEqual((await socket.receive_json_from(10))["type"], "subscribed")
+        await socket.connect(timeout=30)
+        self.assertEqual((await socket.receive_json_from(30))["type"], "subscribed")
         return socket
 
     async def test_a_socket_that_is_disconnected(self):
         user = await User.objects.acreate_user("ada")
         stream = await Stream.objects.acreate(key="open", owner=user)
         socket = await self.connect("open", user)
-        self.assertEqual((await socket.receive_json_from(10))["type"], "live")
+        self.assertEqual((await socket.receive_json_from(30))["type"], "live")
         await database_sync_to_async(stream.append)({"text": "hello"})
-        self.assertEqual((await socket.receive_json_from(10))["data"], [{"text": "hello"}])
-        await socket.disconnect()
+        self.assertEqual((await socket.receive_json_from(30))["data"], [{"text": "hello"}])
+        await socket.disconnect(timeout=30)
 
     async def test_a_socket_that_is_left_open(self):
         user = await User.objects.acreate_user("ada")
         stream = await Stream.objects.acreate(key="open", owner=user)
         socket = await self.connect("open", user)
         await sync_to_async(stream.append)({"text": "hello"})
-        frame = await socket.receive_json_from(10)
+        frame = await socket.receive_json_from(30)
         while frame["type"] != "chunks":
-            frame = await socket.receive_json_from(10)
+            frame = await socket.receive_json_from(30)
 """
 
 
@@ -134,7 +134,7 @@ def databases_of_tests(project: FreshProject) -> list[str]:
 
 def run_tests(project: FreshProject, *options: str) -> str:
     """Run the project's tests; returns what was printed, in which nothing complains."""
-    code, printed = project.run("manage.py", "test", "--noinput", *options)
+    code, printed = project.run("manage.py", "test", "--noinput", *options, timeout_seconds=180)
     assert code == 0, printed
     for complaint in ("Traceback", "Warning", "Exception ignored", "never awaited", "was destroyed"):
         assert complaint not in printed, printed
