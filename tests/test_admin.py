@@ -17,21 +17,22 @@ from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Permission
-from django.db import connection, connections
+from django.db import connection
 from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
 from django.urls import path, reverse
 
 from django_pgstreams.admin import CappedPaginator, StreamAdmin
+from django_pgstreams.exceptions import StreamMissing
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Chunk, Stream
+from tests.concurrency import DEADLINE_SECONDS, start
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 LIST = "/admin/pgstreams/stream/"
 MANY_STREAMS = 100_000
 MANY_CHUNKS = 200_000
 MAX_PAGE_BYTES = 200_000
-WAIT_SECONDS = 30
 
 
 class EditableAdmin(StreamAdmin):
@@ -636,19 +637,16 @@ def test_a_live_subscriber_hears_of_it(admin_client, settings, action, state, re
         for chunk in subscription:
             received.append(chunk.data)
             first.set()
-        connections.close_all()
 
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    assert first.wait(WAIT_SECONDS)
+    follower = start(follow)
+    assert first.wait(DEADLINE_SECONDS)
     if where == "list":
         messages = post(admin_client, LIST, {"action": action, "_selected_action": stream.pk})
     else:
         assert "End stream" in fetch(admin_client, page_of(stream))[0]
         messages = post(admin_client, page_of(stream).replace("change", "end"), {"action": action})
     assert messages == ["1 stream was ended."]
-    follower.join(WAIT_SECONDS)
-    assert not follower.is_alive()
+    follower.result(DEADLINE_SECONDS)
     assert (received, subscription.state, subscription.reason) == (["last words"], state, reason)
     assert "End stream" not in fetch(admin_client, page_of(stream))[0]
 
@@ -698,3 +696,33 @@ def test_deleting_and_saving_do_not_hang_behind_a_writer(admin_client, settings)
     assert list(Stream.objects.order_by("pk").values_list("key", flat=True)) == ["busy", "free"]
     assert Chunk.objects.count() == 1
     assert not LogEntry.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("way", ["page", "list", "owner"])
+def test_deleting_under_appends_leaves_no_chunk(admin_client, way):
+    owner = get_user_model().objects.create_user("owner")
+    stream = Stream.objects.create(key="busy", owner=owner)
+    started = threading.Barrier(4, timeout=DEADLINE_SECONDS)
+
+    def write():
+        mine = Stream.objects.get(pk=stream.pk)
+        mine.append("first")
+        started.wait()
+        while True:
+            mine.append("more")
+
+    writers = [start(write) for _ in range(3)]
+    started.wait()
+    if way == "page":
+        post(admin_client, page_of(stream).replace("change", "delete"), {"post": "yes"})
+    elif way == "list":
+        selected = {"action": "delete_selected", "_selected_action": stream.pk, "post": "yes"}
+        post(admin_client, LIST, selected)
+    else:
+        post(admin_client, reverse("admin:auth_user_delete", args=[owner.pk]), {"post": "yes"})
+    for writer in writers:
+        with pytest.raises(StreamMissing):
+            writer.result(DEADLINE_SECONDS)
+    assert not Stream.objects.exists()
+    assert not Chunk.objects.exists()
