@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from django.apps import AppConfig
 from django.db.backends.signals import connection_created
+from django.db.models import Model
 from django.db.models.signals import post_save, pre_delete
 from django.utils.translation import gettext_lazy as _
 
@@ -21,7 +24,14 @@ class PGStreamsConfig(AppConfig):
         from .models import Chunk, Stream  # noqa: PLC0415
 
         post_save.connect(receivers.chunk_saved, sender=Chunk, dispatch_uid="pgstreams.saved")
-        pre_delete.connect(receivers.stream_deleting, sender=Stream, dispatch_uid="pgstreams.deleting")
+        for model in _with_subclasses(Stream):  # Django names the proxy as the sender
+            pre_delete.connect(receivers.stream_deleting, sender=model, dispatch_uid="pgstreams.deleting")
         signals.chunks_appended.connect(receivers.chunks_appended, dispatch_uid="pgstreams.appended")
         signals.stream_closed.connect(receivers.stream_closed, dispatch_uid="pgstreams.closed")
         connection_created.connect(receivers.maintenance_connected, dispatch_uid="pgstreams.maintenance")
+
+
+def _with_subclasses(model: type[Model]) -> Iterator[type[Model]]:
+    yield model
+    for subclass in model.__subclasses__():
+        yield from _with_subclasses(subclass)
