@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, WebSocket, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, WebSocket, WebSocketRoute, sync_playwright
 
 from django_pgstreams.models import Stream
 from example_project.answers import tokens
@@ -290,6 +290,46 @@ def test_a_kept_text_of_another_life_of_the_key_is_thrown_away(visitor, database
     assert again.sockets[0].start() == 4
     assert again.offsets() == list(range(database.stream(tab.key)["next_offset"]))
     assert again.text == stored_text(database, tab.key)
+
+
+def test_a_reset_that_is_lost_is_asked_for_again(visitor):
+    """A scripted server: no real one can be made to lose its connection at this very frame."""
+    subscribes: list[dict[str, Any]] = []
+
+    def serve(socket: WebSocketRoute) -> None:
+        def answer(text: str) -> None:
+            frame = json.loads(text)
+            if frame["type"] != "subscribe":
+                return
+            subscribes.append(frame)
+            about = {"stream": "k", "epoch": "new", "offset": frame["offset"]}
+            state = {"first": 0, "tail": 9, "state": "open", "content_type": "text/plain"}
+            socket.send(json.dumps({"type": "subscribed", **about, **state}))
+            if len(subscribes) == 1:
+                socket.close(code=1011)
+                return
+            socket.send(json.dumps({"type": "reset", "stream": "k", "epoch": "new"}))
+            socket.send(
+                json.dumps({"type": "closed", **about, "offset": 0, "state": "completed", "reason": ""})
+            )
+
+        socket.on_message(answer)
+
+    page = visitor.new_page()
+    page.route_web_socket("**/ws/streams/", serve)
+    page.goto("/")
+    after = page.evaluate(
+        """() => new Promise((resolve) => {
+            const follower = new StreamFollower("k", {
+                position: 5,
+                epoch: "old",
+                onClosed: () => resolve([follower.position, follower.epoch]),
+            });
+            follower.start();
+        })"""
+    )
+    assert [(frame["offset"], frame["epoch"]) for frame in subscribes] == [(5, "old"), (5, "old")]
+    assert after == [0, "new"]
 
 
 def test_what_was_trimmed_away_is_said_and_the_rest_is_shown(visitor, database):

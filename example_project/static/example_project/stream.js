@@ -177,7 +177,8 @@ class StreamFollower {
 
   #subscribed(frame) {
     this.connections += 1;
-    this.epoch = frame.epoch;
+    // A position is of its own epoch until a reset says otherwise; that frame may yet be lost.
+    this.epoch ??= frame.epoch;
     this.contentType = frame.content_type;
     // "tail" and negative positions become offsets, once.
     if (!(this.position >= 0)) this.position = frame.offset;
