@@ -143,10 +143,14 @@ class ServerProcess:
     def output(self) -> str:
         return "".join(self._lines)
 
+    def trouble(self, since: int = 0) -> str:
+        """What it has printed from a line on, if it holds an error or a warning that nobody wants to see."""
+        output = "".join(self._lines[since:])
+        return output if _TROUBLE.search(output) else ""
+
     @property
-    def trouble(self) -> str:
-        """What it has printed, if there is an error or a warning in it that nobody wants to see."""
-        return self.output if _TROUBLE.search(self.output) else ""
+    def lines_printed(self) -> int:
+        return len(self._lines)
 
     def look(self) -> dict[str, Any]:
         """Its followers and tasks."""

@@ -39,21 +39,25 @@ def running(django_db_setup, django_db_blocker):
             connections.close_all()
 
 
-@pytest.fixture(params=SERVERS)
-def server(request, running, committed):
-    """A running server, which has forgotten every socket after the test and has nothing to complain of."""
-    server = running(request.param)
+@contextlib.contextmanager
+def untroubled(server):
+    """A server that has forgotten every socket at the end, and has nothing to complain of."""
+    since = server.lines_printed
     yield server
     server.wait_empty()
-    assert not server.trouble
+    assert not server.trouble(since)
+
+
+@pytest.fixture(params=SERVERS)
+def server(request, running, committed):
+    with untroubled(running(request.param)) as server:
+        yield server
 
 
 @pytest.fixture
 def daphne(running, committed):
-    server = running("daphne")
-    yield server
-    server.wait_empty()
-    assert not server.trouble
+    with untroubled(running("daphne")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -324,7 +328,7 @@ def test_a_server_ends_with_sockets_in_any_state(owner, committed):
             if key:
                 visit.frames("live")
         server.stop()
-        assert not server.trouble
+        assert not server.trouble()
 
 
 def test_a_database_that_goes_and_comes_costs_no_chunk(daphne, stream, headers):

@@ -1,0 +1,1 @@
+"""Benchmarks of django_pgstreams: `python -m benchmarks NAME`."""
