@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import psycopg
 import pytest
 from django.apps import apps
 from django.contrib import admin
 from django.contrib.auth.models import User
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 from django.test import Client
 from django.test.utils import isolate_apps
 from django.urls import path, reverse
@@ -174,6 +175,19 @@ def test_a_deletion_waits_for_an_append_and_takes_its_chunk_along():
         wait_until(is_somebody_waiting, "the deletion waits for the row")
     deleting.result(DEADLINE_SECONDS)
     assert Chunk.objects.count() == orphans() == Stream.objects.count() == 0
+
+
+def test_above_read_committed_a_deletion_that_would_miss_chunks_is_postgres_error():
+    stream = Stream.objects.create(key="s")
+    with pytest.raises(OperationalError) as caught, transaction.atomic():  # noqa: PT012 - all of it is needed
+        with connection.cursor() as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert Stream.objects.count() == 1  # takes the snapshot
+        run_all(lambda: Stream.objects.get().append("unseen"))
+        stream.delete()
+    assert isinstance(caught.value.__cause__, psycopg.errors.SerializationFailure)
+    stream.delete()
+    assert Chunk.objects.count() == orphans() == 0
 
 
 def is_somebody_waiting() -> bool:

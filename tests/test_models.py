@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import pickle
 import resource
 import sys
 import weakref
@@ -764,6 +765,38 @@ def test_what_is_read_can_be_spliced_as_it_is(stream):
     stream.append({"a\0": "\0", "b": "😀"})
     [chunk] = stream.read()
     assert json.loads(codec.splice(stream.content_type, chunk.payload)) == {"a\0": "\0", "b": "😀"}
+
+
+class WritesToDefault:
+    """A database router for a project with a replica, as Django's documentation has it."""
+
+    def db_for_write(self, model, **hints):
+        return "default"
+
+    def allow_relation(self, one, other, **hints):
+        return True
+
+
+def test_a_stream_read_from_a_replica_is_written_where_the_router_says(stream, settings):
+    settings.DATABASE_ROUTERS = [f"{__name__}.WritesToDefault"]
+    stream._state.db = "replica"
+    assert stream.append(0)._state.db == "default"
+    assert stream.append_many([1])[0].offset == 1
+    stream.metadata = {"a": 1}
+    stream.save()
+    assert [chunk.data for chunk in stream.read()] == [0, 1]
+    stream.close()
+    found = Stream.objects.get()
+    assert (found.state, found.next_offset, found.metadata) == ("completed", 2, {"a": 1})
+
+
+def test_a_chunk_can_be_read_again(stream):
+    chunk = stream.append({"a": 1})
+    for fields in (None, ["payload"], ["stream"]):
+        chunk.refresh_from_db(fields=fields)
+        assert (chunk.offset, chunk.data, chunk.stream) == (0, {"a": 1}, stream)
+    again = pickle.loads(pickle.dumps(chunk))
+    assert (again, again.data) == (chunk, chunk.data)
 
 
 # Their place in Django -----------------------------------------------------------------------------
