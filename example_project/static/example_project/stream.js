@@ -217,7 +217,7 @@ class StreamFollower {
   }
 
   #error({ code, message }) {
-    if (code === "internal") {
+    if (code === "internal" || code === "unavailable") {
       this.#lose();
     } else if (this.status === "connecting") {
       this.#finish("refused", { code, message }); // the answer to the subscribe frame
