@@ -111,12 +111,12 @@ def test_migrating_backwards_removes_the_tables_and_forwards_makes_them_again():
 
 
 @pytest.fixture
-def sqlite():
-    """A second alias, of SQLite in memory, while the test runs."""
+def sqlite(tmp_path):
+    """A second alias, of SQLite, while the test runs."""
     connections.settings["sqlite"] = {
         **connections.settings["default"],
         "ENGINE": "django.db.backends.sqlite3",
-        "NAME": ":memory:",
+        "NAME": tmp_path / "db.sqlite3",
     }
     yield connections["sqlite"]
     connections["sqlite"].close()
