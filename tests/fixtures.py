@@ -8,9 +8,13 @@ import logging
 import pytest
 from asgiref.sync import sync_to_async
 from django.contrib.auth.models import User
-from django.db import connections
+from django.db import DEFAULT_DB_ALIAS, connection, connections
+from django.test.utils import setup_databases, teardown_databases
 
 from django_pgstreams.models import Stream
+
+CONFIGURED_NAME = connection.settings_dict["NAME"]
+"""The name of the database that is not for tests."""
 
 
 @pytest.fixture
@@ -19,9 +23,26 @@ def log(caplog):
     return lambda: [record for record in caplog.get_records("call") if record.levelno >= logging.WARNING]
 
 
+@pytest.fixture(scope="session")
+def test_database(django_db_setup, django_db_blocker, django_db_keepdb):
+    """The test database, also in a run in which no test asks pytest-django for it: then it makes none."""
+    if connection.settings_dict["NAME"] != CONFIGURED_NAME:
+        yield
+        return
+    with django_db_blocker.unblock():
+        made = setup_databases(
+            verbosity=0, interactive=False, keepdb=django_db_keepdb, aliases={DEFAULT_DB_ALIAS}
+        )
+    yield
+    if not django_db_keepdb:
+        with django_db_blocker.unblock():
+            teardown_databases(made, verbosity=0)
+
+
 @pytest.fixture
-def committed(django_db_setup, django_db_blocker):
+def committed(test_database, django_db_blocker):
     """A database to commit to, cheaper than `transactional_db`: only streams and users are removed after."""
+    assert connection.settings_dict["NAME"] != CONFIGURED_NAME
     with django_db_blocker.unblock():
         yield
         Stream.objects.all().delete()

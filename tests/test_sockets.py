@@ -23,7 +23,7 @@ SERVERS = ("daphne", "uvicorn")
 
 
 @pytest.fixture(scope="module")
-def running(django_db_setup, django_db_blocker):
+def running(test_database, django_db_blocker):
     """A function for the server of a kind; each is started once."""
     with contextlib.ExitStack() as stack:
         started = {}
