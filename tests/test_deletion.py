@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -202,27 +203,28 @@ def is_somebody_waiting() -> bool:
         return cursor.fetchone()[0] > 0
 
 
-def test_deleting_several_streams_under_bulk_appends_in_any_order_never_deadlocks():
-    for _ in range(10):
-        streams = [Stream.objects.create(key=key) for key in "abcd"]
+def append_to_all(streams: list[Stream]) -> None:
+    for number in range(1000):
+        try:
+            Chunk.objects.bulk_create([Chunk(stream=stream, data=number) for stream in streams])
+        except StreamMissing:
+            return
 
-        def append(order: list[Stream]) -> None:
-            for number in range(1000):
-                try:
-                    Chunk.objects.bulk_create([Chunk(stream=stream, data=number) for stream in order])
-                except StreamMissing:
-                    return
 
-        def delete(appended: Stream) -> None:
-            wait_until(appended.chunks.exists, "chunks are being stored")
-            Stream.objects.order_by("-key").delete()
+def delete_all_once_appended(stream: Stream) -> None:
+    wait_until(stream.chunks.exists, "chunks are being stored")
+    Stream.objects.order_by("-key").delete()
 
-        run_all(
-            lambda: append([Stream.objects.get(pk=stream.pk) for stream in streams]),  # noqa: B023
-            lambda: append([Stream.objects.get(pk=stream.pk) for stream in reversed(streams)]),  # noqa: B023
-            lambda: delete(streams[0]),  # noqa: B023
-        )
-        assert Chunk.objects.count() == Stream.objects.count() == 0
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_deleting_several_streams_under_bulk_appends_in_any_order_never_deadlocks(attempt):
+    streams = [Stream.objects.create(key=key) for key in "abcd"]
+    run_all(
+        functools.partial(append_to_all, list(Stream.objects.order_by("key"))),
+        functools.partial(append_to_all, list(Stream.objects.order_by("-key"))),
+        functools.partial(delete_all_once_appended, streams[0]),
+    )
+    assert Chunk.objects.count() == Stream.objects.count() == 0
 
 
 def test_deleting_loads_no_chunk_and_takes_few_statements(django_assert_max_num_queries):
