@@ -173,7 +173,7 @@ def stored_text(database: DemoDatabase, key: str) -> str:
 
 def test_an_answer_survives_a_reload_and_a_cut_with_each_offset_once(visitor, proxy, database):
     tab = Tab(visitor)
-    tab.ask("Why is a raven like a writing-desk?", tokens_per_second=40, length=240)
+    tab.ask("Why is a raven like a writing-desk?", tokens_per_second=40, length=400)
     answer = "".join(tokens(Stream(metadata=database.stream(tab.key)["metadata"])))
     tab.wait_for_position(20)
     shown = tab.text
@@ -200,7 +200,10 @@ def test_an_answer_survives_a_reload_and_a_cut_with_each_offset_once(visitor, pr
 
 def test_positions_are_acknowledged_as_they_are_shown(visitor):
     tab = Tab(visitor)
-    tab.ask("Where is the little golden key?", tokens_per_second=100, length=60)
+    tab.ask("Where is the little golden key?", tokens_per_second=20, length=900)
+    tab.wait_for_position(5)
+    tab.wait_for_position(tab.position + 10)
+    tab.page.get_by_role("button", name="Stop").click()
     tab.wait_for_status("finished")
     (frames,) = tab.sockets
     acks = [frame["offset"] for frame in frames.sent if frame["type"] == "ack"]
@@ -252,7 +255,7 @@ def test_stop_works_without_a_websocket(visitor, database):
 
 def test_a_page_waits_out_a_server_that_is_away(visitor, proxy, database):
     tab = Tab(visitor)
-    tab.ask("Has anybody seen the Cheshire cat?", tokens_per_second=40, length=80)
+    tab.ask("Has anybody seen the Cheshire cat?", tokens_per_second=40, length=300)
     tab.wait_for_position(10)
     proxy.go_down()
     tab.wait_for_status("waiting")
@@ -266,7 +269,7 @@ def test_a_page_waits_out_a_server_that_is_away(visitor, proxy, database):
 
 def test_coming_back_online_replaces_a_connection_that_looks_open(visitor, proxy, database):
     tab = Tab(visitor)
-    tab.ask("Is it always tea-time?", tokens_per_second=40, length=80)
+    tab.ask("Is it always tea-time?", tokens_per_second=40, length=300)
     tab.wait_for_position(10)
     held_at = proxy.hold_websockets()
     tab.wait_for_position(held_at)

@@ -107,7 +107,7 @@ def test_ctrl_c_stops_everything_quickly_and_quietly(start, database, number):
     at = time.monotonic()
     demo.send(number)
     assert demo.wait() == 0
-    assert time.monotonic() - at < 5
+    assert time.monotonic() - at < 10
     assert demo.output.endswith("ready\nstopped\n")
     for key in keys:
         row = database.stream(key)
