@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import selectors
 import socket
 import time
@@ -82,6 +83,11 @@ def parameters(using: str, role: str) -> dict[str, Any]:
     own = connection.get_connection_params()
     own.pop("cursor_factory", None)  # Django's binds on the client's side, for Django's SQL
     own.pop("context", None)
+    role_of_queries = connection.settings_dict["OPTIONS"].get("assume_role")
+    if role_of_queries:
+        # As Django's own connections, but from the start: no statement sets session state here.
+        escaped = re.sub(r"([\\\s])", r"\\\1", role_of_queries)
+        own["options"] = f"{own.get('options', '')} -c role={escaped}".strip()
     return {
         "connect_timeout": _CONNECT_SECONDS,
         **_DEAD_PEER,

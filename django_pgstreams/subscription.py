@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import TypeAlias
 
 from channels.db import database_sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import router
 
 from . import background
@@ -72,9 +73,13 @@ class Subscription:
                     yield chunk
 
     def _batches(self) -> Iterator[list[Chunk]]:
-        """Blocks; the hub of the background loop reads for all threads."""
-        stream, position = self._resolve()
-        follower = background.submit(self._begin(stream, position)).result()
+        """Blocks; the hub of the background loop reads for all threads.
+
+        The stream is looked up there too: a thread that follows for hours keeps no connection of its own.
+        """
+        if _in_event_loop():
+            raise SynchronousOnlyOperation("A plain loop would block this event loop: use `async for`.")
+        stream, follower = background.submit(self._begin()).result()
         pending = None
         try:
             while True:
@@ -90,8 +95,7 @@ class Subscription:
             background.loop().call_soon_threadsafe(follower.close)
 
     async def _abatches(self) -> AsyncGenerator[list[Chunk], None]:
-        stream, position = await database_sync_to_async(self._resolve)()
-        follower = await self._begin(stream, position)
+        stream, follower = await self._begin()
         try:
             while (chunks := self._take(stream, await follower.next())) is not None:
                 if chunks:
@@ -104,15 +108,19 @@ class Subscription:
         given = self._stream
         if isinstance(given, Stream):
             using = self._using or router.db_for_write(Stream, instance=given)
-            stream = Stream.objects.using(using).get(pk=given.pk)
+            key, found = given.key, Stream.objects.using(using).filter(pk=given.pk)
         else:
             using = self._using or router.db_for_write(Stream)
-            stream = Stream.objects.using(using).get(key=given)
+            key, found = given, Stream.objects.using(using).filter(key=given)
+        stream = found.first()
+        if stream is None:
+            raise StreamMissing(f"Stream {key!a} does not exist: it was deleted, or is not committed yet.")
         self.epoch = self.epoch or stream.epoch
         self.position = start(stream, self.position)
         return stream, self.position
 
-    async def _begin(self, stream: Stream, position: int) -> Follower:
+    async def _begin(self) -> tuple[Stream, Follower]:
+        stream, position = await database_sync_to_async(self._resolve)()
         using = str(stream._state.db)
         follower = await self._follow(using, stream.pk, position, self.epoch or stream.epoch)
         loop = asyncio.get_running_loop()
@@ -124,7 +132,7 @@ class Subscription:
         self._stop = stop
         if self._closed:
             follower.close()
-        return follower
+        return stream, follower
 
     def _take(self, stream: Stream, event: Event) -> list[Chunk] | None:
         """The chunks of an event; None at the end; raises where the reader must decide."""
@@ -168,6 +176,14 @@ class Batches:
             async for batch in batches:
                 self._subscription.position = batch[-1].offset + 1
                 yield batch
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def start(stream: Stream, offset: int | str) -> int:
