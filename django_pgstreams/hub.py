@@ -222,6 +222,7 @@ class Hub:
             if self._feeds or self._reads:
                 used_at = now
             await self._wait_until(min(poll_at, now + min(_HOUSEKEEPING_SECONDS, idle)))
+            await asyncio.sleep(0)  # whoever the last read woke in vain waits again, and is in the next one
             now = time.monotonic()
             if now >= poll_at:
                 poll_at = now + interval
@@ -257,14 +258,17 @@ class Hub:
             self._report(error)
             return False
         self._report(None)
-        # Those for whom the bytes did not suffice come first next time.
-        for feed, page in sorted(zip(feeds, read, strict=True), key=lambda pair: len(pair[1].chunks)):
+        hungry: dict[Feed, float] = {}
+        for feed, page in zip(feeds, read, strict=True):
             if page.gap_to is not None:
                 # Trimmed beyond the window: its followers find the gap when they read on.
                 feed.window = Window(page.gap_to)
             self.learn(feed, page)
             if feed in self._dirty:
-                self._dirty[feed] = self._dirty.pop(feed)
+                mark = self._dirty.pop(feed)
+                (self._dirty if page.chunks else hungry)[feed] = mark
+        # Those for whom the bytes did not suffice come first next time, those who got some come last.
+        self._dirty = hungry | self._dirty
         return True
 
     def learn(self, feed: Feed, page: Page) -> None:

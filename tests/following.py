@@ -1,4 +1,4 @@
-"""What the tests of announcing and following share: fixtures, waiting, looking at the server, other processes."""
+"""What the tests of announcing and following share: fixtures, waiting, the server, other processes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from django_pgstreams.models import Stream
 from tests.concurrency import DEADLINE_SECONDS, wait_until
 from tests.postgres_proxy import PostgresProxy, through
 
+_FAREWELL_SECONDS = 10
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -33,7 +34,7 @@ PROJECT_ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def live(transactional_db: None) -> Iterator[None]:
+def live(committed: None) -> Iterator[None]:
     """Commits are real, and nothing of the app is connected before or after."""
     receivers.release()
     yield
@@ -54,7 +55,6 @@ def proxy(live: None) -> Iterator[PostgresProxy]:
     settings = connections["default"].get_connection_params()
     made = PostgresProxy(settings.get("host", "localhost"), str(settings.get("port", 5432)))
     connections.settings[made.alias] = through(made, connections.settings["default"])
-    connections[made.alias].connect()  # Django's own way there is closed to tests that did not name the alias
     yield made
     made.come_up()
     receivers.release()
@@ -171,17 +171,22 @@ def ear(live: None) -> Iterator[Ear]:
 # Other processes -----------------------------------------------------------------------------------
 
 
-def environment(**more: str) -> dict[str, str]:
-    """For a Python of its own that works on the test database."""
-    params = connection.get_connection_params()
+def database_url(**changes: object) -> dict[str, str]:
+    """The variable that leads a process to the test database."""
+    params = connection.get_connection_params() | changes
     query_string = "&".join(
         f"{name}={quote(str(params[name]), safe='')}"
         for name in ("host", "port", "user", "password")
         if params.get(name)
     )
+    return {"DATABASE_URL": f"postgresql:///{params['dbname']}?{query_string}"}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a Python of its own that works on the test database."""
     return {
         **os.environ,
-        "DATABASE_URL": f"postgresql:///{params['dbname']}?{query_string}",
+        **database_url(),
         "WRITER_CONNINFO": conninfo(),
         "DJANGO_SETTINGS_MODULE": "tests.settings",
         "PYTHONPATH": str(PROJECT_ROOT),
@@ -189,13 +194,11 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def python(
-    code: str, *arguments: str, executable: str = sys.executable, **more: str
-) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run code in a Python of its own, warnings being errors, and return what it printed."""
     return subprocess.run(
-        [executable, "-W", "error", "-c", code, *arguments],
-        env=environment(**more),
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        env=environment(),
         cwd=PROJECT_ROOT,
         capture_output=True,
         text=True,
@@ -218,7 +221,7 @@ class Process:
         self.pid = self._process.pid
 
     def read(self) -> Any:
-        """The next line it prints."""
+        """The next line it prints, read as JSON."""
         line = self._process.stdout.readline()
         if not line:
             raise AssertionError(f"the process ended: {self._process.wait(DEADLINE_SECONDS)}")
@@ -239,11 +242,27 @@ class Process:
         self._process.wait(DEADLINE_SECONDS)
 
     def close(self) -> None:
-        """End it, if it runs still, and let go of it."""
-        if self._process.poll() is None:
-            self.kill()
+        """Let it end, as most do when there is nothing more to read; else end it."""
         self._process.stdin.close()
+        try:
+            self._process.wait(_FAREWELL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
         self._process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def elsewhere(django_db_setup: None) -> Iterator[Callable[[Stream, str], None]]:
+    """Runs a line of Python about a `stream` in another process, which announces what it writes."""
+    process = Process("-m", "tests.writers", "commands")
+    assert process.read() == "ready"
+
+    def run(stream: Stream, line: str) -> None:
+        process.tell(json.dumps([stream.pk, line]))
+        assert process.read() == "done"
+
+    yield run
+    process.close()
 
 
 @contextlib.contextmanager
@@ -260,9 +279,9 @@ def writer(mode: str, stream: Stream, *arguments: object, **more: str) -> Iterat
 # Streams -------------------------------------------------------------------------------------------
 
 
-def store(stream: Stream, count: int) -> None:
+def store(stream: Stream, count: int, given: psycopg.Connection[Any] | None = None) -> None:
     """Append without a word to anybody, as another program does; value = offset."""
-    with connect() as own:
+    with contextlib.nullcontext(given) if given else connect() as own:
         own.execute(
             """
             WITH taken AS (

@@ -13,7 +13,7 @@ _BLOCK_BYTES = 65536
 
 
 class PostgresProxy:
-    """Passes connections on to a server (`host` may be the directory of its Unix socket) until told otherwise."""
+    """Passes connections on to a server; `host` may be the directory of its Unix socket."""
 
     def __init__(self, host: str, port: str) -> None:
         self._target = (host, port)

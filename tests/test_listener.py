@@ -10,7 +10,7 @@ from django_pgstreams import background, listener
 from django_pgstreams.buffer import Batch, WakeUp
 from django_pgstreams.listener import Listener
 from tests.concurrency import wait_until
-from tests.following import connect, live, proxy, query, sessions, terminate  # noqa: F401
+from tests.following import connect, query, sessions, terminate
 
 pytestmark = pytest.mark.usefixtures("live")
 

@@ -11,7 +11,7 @@ from django_pgstreams.buffer import WakeUp
 from django_pgstreams.models import Chunk, Stream
 from django_pgstreams.notifier import Notifier
 from tests.concurrency import wait_until
-from tests.following import connect, ear, live, proxy, query, sessions, terminate  # noqa: F401
+from tests.following import connect, query, sessions, terminate
 
 pytestmark = pytest.mark.usefixtures("live")
 
@@ -141,7 +141,7 @@ def test_a_flush_is_one_statement_outside_any_transaction_that_writes_nothing(ma
     for tail in range(1, 4):
         announced.announce([WakeUp(1, tail)])
         wait_until(lambda tail=tail: announced.flushes == tail, "it is flushed")
-    [(pid, state, begun)] = query(
+    [(_, state, begun)] = query(
         "SELECT pid, state, xact_start FROM pg_stat_activity "
         "WHERE application_name = 'pgstreams-notifier' AND datname = current_database()"
     )

@@ -8,8 +8,8 @@ import pytest
 
 from django_pgstreams import pages, store
 from django_pgstreams.models import Stream
-from tests.following import live, trim  # noqa: F401
 from tests.following import store as append_quietly
+from tests.following import trim
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 

@@ -1,10 +1,10 @@
-"""Writers for tests, each a process: `python -m tests.writers MODE STREAM_ID [ARGUMENTS]`.
+"""Writers for tests, each a process: `python -m tests.writers MODE [STREAM_ID ARGUMENTS]`.
 
 Prints "ready" once connected, then writes when it reads a line; the value of each chunk is its offset.
 
     quiet    SECONDS PER_SECOND BYTES   raw SQL that advances the counter itself and announces nothing
     appends  PAUSE_SECONDS              Stream.append, one commit each, until another line comes
-    command                             each line read is Python, run with `stream` and Django set up
+    commands                            each line is [stream id, Python]; runs it with `stream`, says "done"
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def quiet(stream_id: int, seconds: float, per_second: float, size: int) -> int:
 
 def appends(stream_id: int, pause_seconds: float) -> int:
     """One `append` after the other."""
+    django.setup()
     stream = stream_by_id(stream_id)
     say("ready")
     sys.stdin.readline()
@@ -66,27 +67,27 @@ def appends(stream_id: int, pause_seconds: float) -> int:
     return written
 
 
-def command(stream_id: int) -> None:
-    """Run each line that is read, and answer it."""
-    names: dict[str, Any] = {"stream": stream_by_id(stream_id)}
+def commands() -> None:
+    """Run what is read, line by line."""
+    django.setup()
     say("ready")
     for line in sys.stdin:
-        exec(line, names)
+        stream_id, code = json.loads(line)
+        exec(code, {"stream": stream_by_id(stream_id)})
         say("done")
 
 
 def stream_by_id(stream_id: int) -> Any:
-    """The stream, with Django set up."""
-    django.setup()
+    """The stream, by a Django that is set up."""
     return django.apps.apps.get_model("pgstreams", "Stream").objects.get(pk=stream_id)
 
 
 if __name__ == "__main__":
-    mode, number, *rest = sys.argv[1:]
+    mode, *rest = sys.argv[1:]
     match mode:
         case "quiet":
-            say(quiet(int(number), float(rest[0]), float(rest[1]), int(rest[2])))
+            say(quiet(int(rest[0]), float(rest[1]), float(rest[2]), int(rest[3])))
         case "appends":
-            say(appends(int(number), float(rest[0])))
-        case "command":
-            command(int(number))
+            say(appends(int(rest[0]), float(rest[1])))
+        case "commands":
+            commands()
