@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections
+from psycopg.sql import SQL, Identifier
 
 from django_pgstreams import database
 from tests.concurrency import wait_until
@@ -39,6 +40,20 @@ def test_the_options_of_the_alias_win_but_for_the_name(monkeypatch):
     given = database.parameters("default", "reader")
     assert (given["connect_timeout"], given["prepare_threshold"]) == (3, 5)
     assert given["application_name"] == "pgstreams-reader"
+
+
+def test_queries_run_in_the_role_that_the_alias_assumes(monkeypatch):
+    role = 'reader of "streams"'
+    with connection.cursor() as cursor:
+        cursor.execute(SQL("CREATE ROLE {}").format(Identifier(role)))
+    try:
+        monkeypatch.setitem(connections["default"].settings_dict, "OPTIONS", {"assume_role": role})
+        made = database.connect("default", "reader")
+        assert made.execute("SELECT current_user").fetchone() == (role,)
+        made.close()
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(SQL("DROP ROLE {}").format(Identifier(role)))
 
 
 def test_another_kind_of_database_is_refused_by_name(monkeypatch):

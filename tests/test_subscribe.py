@@ -7,6 +7,7 @@ import time
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections, transaction
 
 from django_pgstreams import hub, listener
@@ -202,7 +203,7 @@ def test_an_empty_stream_is_waited_for():
 
 
 def test_a_stream_that_does_not_exist_is_missing(stream):
-    with pytest.raises(StreamMissing):
+    with pytest.raises(StreamMissing, match="'chat/18'"):
         list(subscribe("chat/18"))
     Stream.objects.filter(pk=stream.pk).delete()
     with pytest.raises(StreamMissing):
@@ -291,6 +292,22 @@ def test_a_key_that_was_deleted_and_made_again_is_a_reset_for_whoever_knows_the_
 
 
 # What it holds -------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_follows_keeps_no_connection_of_djangos(stream):
+    def follow():
+        [offset] = take(subscribe(stream, "tail"), 1)
+        return offset, connections["default"].connection
+
+    reading = start(follow)
+    wait_until(followers, "the reader follows")
+    stream.append(10)
+    assert reading.result(30) == (10, None)
+
+
+async def test_a_plain_loop_in_an_event_loop_is_refused(alive):
+    with pytest.raises(SynchronousOnlyOperation, match="async for"):
+        next(iter(subscribe("chat/17")))
 
 
 def test_threads_share_one_hub_and_one_session_that_listens(stream):
