@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from channels.db import database_sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import router
+from django.db import connections, router
 
 from . import background
 from .exceptions import StreamGap, StreamMissing, StreamReset
@@ -73,13 +73,10 @@ class Subscription:
                     yield chunk
 
     def _batches(self) -> Iterator[list[Chunk]]:
-        """Blocks; the hub of the background loop reads for all threads.
-
-        The stream is looked up there too: a thread that follows for hours keeps no connection of its own.
-        """
+        """Blocks; the hub of the background loop reads for all threads."""
         if _in_event_loop():
             raise SynchronousOnlyOperation("A plain loop would block this event loop: use `async for`.")
-        stream, follower = background.submit(self._begin()).result()
+        stream, follower = background.submit(self._begin(self._resolve_apart())).result()
         pending = None
         try:
             while True:
@@ -95,7 +92,7 @@ class Subscription:
             background.loop().call_soon_threadsafe(follower.close)
 
     async def _abatches(self) -> AsyncGenerator[list[Chunk], None]:
-        stream, follower = await self._begin()
+        stream, follower = await self._begin(database_sync_to_async(self._resolve)())
         try:
             while (chunks := self._take(stream, await follower.next())) is not None:
                 if chunks:
@@ -119,8 +116,22 @@ class Subscription:
         self.position = start(stream, self.position)
         return stream, self.position
 
-    async def _begin(self) -> tuple[Stream, Follower]:
-        stream, position = await database_sync_to_async(self._resolve)()
+    async def _resolve_apart(self) -> tuple[Stream, int]:
+        """`_resolve` in a thread of the background loop: whoever follows for hours holds no connection.
+
+        Not in asgiref's thread, which may be the one that waits here, and which a forked child does not have.
+        """
+
+        def resolve() -> tuple[Stream, int]:
+            try:
+                return self._resolve()
+            finally:
+                connections.close_all()
+
+        return await asyncio.to_thread(resolve)
+
+    async def _begin(self, resolved: Awaitable[tuple[Stream, int]]) -> tuple[Stream, Follower]:
+        stream, position = await resolved
         using = str(stream._state.db)
         follower = await self._follow(using, stream.pk, position, self.epoch or stream.epoch)
         loop = asyncio.get_running_loop()

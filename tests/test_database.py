@@ -18,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("live")
 
 
 def test_a_connection_has_its_role_as_its_name_and_is_in_autocommit():
-    made = database.connect("default", "notifier")
+    made = database.connect("default", "reader")
     assert made.autocommit
-    assert made.info.parameter_status("application_name") == "pgstreams-notifier"
+    assert made.info.parameter_status("application_name") == "pgstreams-reader"
     assert made.info.dbname == connection.settings_dict["NAME"]
-    assert sessions("notifier", "idle") == [made.info.backend_pid]
+    assert sessions("reader", "idle") == [made.info.backend_pid]
     made.close()
 
 

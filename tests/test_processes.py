@@ -150,8 +150,13 @@ def wait_until(condition):
 def sessions():
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
-                       "AND application_name IN ('pgstreams-listener', 'pgstreams-notifier')")
+                       "AND application_name IN ('pgstreams-listener', 'pgstreams-notifier') "
+                       "AND backend_start > %s", [started])
         return {pid for (pid,) in cursor}
+
+with connections["default"].cursor() as cursor:
+    cursor.execute("SELECT clock_timestamp()")
+    [started] = cursor.fetchone()
 
 stream = Stream.objects.get(pk=sys.argv[1])
 stream.append("parent")

@@ -342,6 +342,14 @@ async def test_threads_and_an_event_loop_at_once_have_a_hub_each_and_one_listene
     assert len(await in_thread(sessions)("listener")) == 1
 
 
+async def test_a_blocking_reader_may_run_in_the_thread_that_async_code_uses_for_databases(alive):
+    stream = await in_thread(Stream.objects.create)(key="blocking")
+    await in_thread(stream.append_many)(range(3))
+    await in_thread(stream.close)()
+    reading = asyncio.wait_for(in_thread(lambda: offsets(subscribe(stream)))(), 30)
+    assert await reading == [0, 1, 2]
+
+
 def test_leaving_a_loop_frees_everything(stream, settings):
     settings.PGSTREAMS = {"IDLE_SECONDS": 0.3}
     for _ in range(5):

@@ -18,6 +18,8 @@ from typing import Any
 import django
 import psycopg
 
+from django_pgstreams import notifier
+
 APPEND = """
 WITH taken AS (
     UPDATE pgstreams_stream SET next_offset = next_offset + %(count)s, appended_at = now()
@@ -74,6 +76,7 @@ def commands() -> None:
     for line in sys.stdin:
         stream_id, code = json.loads(line)
         exec(code, {"stream": stream_by_id(stream_id)})
+        notifier.close_all()  # what was written is announced, and no session stays
         say("done")
 
 
