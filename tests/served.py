@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -11,15 +10,12 @@ from channels.routing import ProtocolTypeRouter
 # First: it loads the apps.
 from example_project.asgi import application as example  # isort: skip
 from django_pgstreams import hub
+from tests.visits import tasks
 
 
 async def look(scope: Any, receive: Any, send: Any) -> None:
     """Answer every request with the number of followers, and the names of the app's tasks for sockets."""
-    names = [task.get_name() for task in asyncio.all_tasks()]
-    seen = {
-        "followers": hub.get("default").followers,
-        "tasks": sorted(name for name in names if name.startswith("pgstreams-") and name != "pgstreams-hub"),
-    }
+    seen = {"followers": hub.get("default").followers, "tasks": sorted(tasks())}
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(seen).encode()})

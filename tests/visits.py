@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from django_pgstreams.consumers import StreamConsumer
     from django_pgstreams.models import Stream
 
+SOCKET_TASKS = {"pgstreams-heartbeat", "pgstreams-subscription", "pgstreams-cancel"}
 DEADLINE_SECONDS = 20.0
 _POLL_SECONDS = 0.01
 
@@ -203,6 +204,5 @@ def followers() -> int:
 
 
 def tasks() -> set[str]:
-    """The names of the app's tasks in this loop, without the hub's own."""
-    names = {task.get_name() for task in asyncio.all_tasks()}
-    return {name for name in names if name.startswith("pgstreams-")} - {"pgstreams-hub"}
+    """The names of this loop's tasks that work for one socket; the hub's reads are for all."""
+    return SOCKET_TASKS & {task.get_name() for task in asyncio.all_tasks()}
