@@ -1,7 +1,8 @@
 """Pages: what one statement read of a stream, its row and a run of its chunks; pure.
 
-Invariant: the chunks of a page are contiguous and begin at its position. A page that would begin later is a
-gap and holds no chunks, so nothing can be delivered across a hole.
+Invariant: the chunks of a page are contiguous, begin at its position, and end at the tail. A page that would
+begin later is a gap and holds no chunks, so nothing can be delivered across a hole; and a row beyond the tail,
+which another program has put there, is no chunk of the stream until an append has raised the counter past it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _page(position: int, rows: list[tuple[Any, ...]]) -> Page:
     chunks: list[StoredChunk] = []
     if gap_to is None:
         for place, stored in enumerate(rows):
-            if stored[8] != position + place or stored[9] is None:
+            if stored[8] != position + place or stored[9] is None or stored[8] >= row.next_offset:
                 break
             chunks.append(StoredChunk(*stored[8:11]))
     return Page(position, row, chunks, gap_to)
@@ -94,5 +95,6 @@ def _gap(position: int, row: StreamRow, first_stored: int | None) -> int | None:
     """The position to go on from when chunks at `position` are gone, else None."""
     if position >= row.next_offset:
         return None
-    resume = max(row.first_offset, row.next_offset if first_stored is None else first_stored)
+    stored = row.next_offset if first_stored is None else min(first_stored, row.next_offset)
+    resume = max(row.first_offset, stored)
     return resume if resume > position else None

@@ -69,6 +69,13 @@ def test_a_stream_without_a_chunk_left_has_a_gap_up_to_its_tail():
     assert page(2, []).gap_to == 10
 
 
+def test_rows_beyond_the_tail_are_not_of_the_stream_yet():
+    assert offsets(page(8, [(8, b"a"), (9, b"b"), (10, b"stray")])) == [8, 9]
+    found = page(10, [(10, b"stray")])
+    assert (found.chunks, found.gap_to, found.at_tail) == ([], None, True)
+    assert page(8, [(12, b"stray")]).gap_to == 10
+
+
 def test_a_hole_inside_ends_the_page():
     assert offsets(page(2, [(2, b"a"), (3, b"b"), (5, b"c")])) == [2, 3]
 

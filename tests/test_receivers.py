@@ -184,6 +184,24 @@ def test_a_fixture_announces_nothing_and_the_next_append_follows_it(stream, ear,
     assert target.append("next").offset == 100
 
 
+def test_rows_that_another_program_puts_beyond_the_tail_arrive_with_the_next_append(stream, settings):
+    settings.PGSTREAMS = {"POLL_INTERVAL_SECONDS": 0.2}
+    stream.append_many(range(3))
+    for offset in (3, 4):
+        query(
+            'INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at) '
+            "VALUES (%s, %s, convert_to(%s::text, 'UTF8'), now())",
+            stream.pk,
+            offset,
+            offset,
+        )
+    subscription = subscribe(stream)
+    reading = start(lambda: [(chunk.offset, chunk.data) for chunk in subscription])
+    wait_until(lambda: subscription.position == 3, "what is counted arrives")
+    assert stream.append(5, close=True).offset == 5
+    assert reading.result(30) == [(offset, offset) for offset in range(6)]
+
+
 def test_saving_a_stored_chunk_again_is_refused_and_delivers_nothing(stream, ear):
     chunk = stream.append("x")
     with pytest.raises(ChunkImmutable):
