@@ -387,7 +387,11 @@ def close_all(timeout_seconds: float = 5.0) -> None:
         if hub.loop.is_closed():
             hub.abandon()
         elif hub.loop.is_running() and hub.loop is not own_loop:
-            asyncio.run_coroutine_threadsafe(hub.close(), hub.loop).result(timeout_seconds)
+            closing = asyncio.run_coroutine_threadsafe(hub.close(), hub.loop)
+            try:
+                closing.result(timeout_seconds)
+            except TimeoutError:
+                logger.warning("The hub of %r did not stop in %.1f s", hub.using, timeout_seconds)
 
 
 def _all() -> list[Hub]:

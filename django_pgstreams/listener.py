@@ -160,8 +160,11 @@ def close_all(timeout_seconds: float = 5.0) -> None:
             if not listener.attached:
                 del _listeners[using]  # the next one takes the settings as they are then
     if background.is_running():
-        for _, listener in closing:
-            background.submit(listener.close()).result(timeout_seconds)
+        for using, listener in closing:
+            try:
+                background.submit(listener.close()).result(timeout_seconds)
+            except TimeoutError:
+                logger.warning("The listener of %r did not stop in %.1f s", using, timeout_seconds)
 
 
 def _forget() -> None:
