@@ -1,7 +1,7 @@
 """Pages: what one statement read of a stream, its row and a run of its chunks; pure.
 
 Invariant: the chunks of a page are contiguous, begin at its position, and end at the tail. A page that would
-begin later is a gap and holds no chunks, so nothing can be delivered across a hole. A row beyond the tail, put
+begin later is a gap and holds no chunks: nothing can be delivered across a hole. A row beyond the tail, put
 there by another program, is no chunk of the stream until an append has raised the counter past it.
 """
 
