@@ -196,6 +196,7 @@ class StreamConsumer(Socket):
 
     async def _admit(self, key: str, action: str) -> Stream | None:
         """The stream, if it exists and the user may do this with it. Raises `_Unavailable`."""
+        allowed, is_away = False, False
         try:
             stream = await self.get_stream(key)
             # Asked for unknown keys too: a refusal takes the same time either way.
@@ -203,12 +204,13 @@ class StreamConsumer(Socket):
         except (OperationalError, InterfaceError) as error:
             # Refused all the same, but not for good: a page that reconnects now shall come back.
             logger.warning("Access to stream %r could not be checked: %s", key, error)
-            raise _Unavailable from error
+            is_away = True
         except Exception:
             logger.exception("Access to stream %r could not be checked; it is refused", key)
-            return None
-        # An override may have used Django's async queries, which keep their connection.
+        # An override may have used Django's async queries, which keep their connection, even a broken one.
         await sync_to_async(close_old_connections)()
+        if is_away:
+            raise _Unavailable
         return stream if allowed is True else None
 
     # One subscription ------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def database_is_away(user, stream, action):
 
 class LosesDatabase(StreamConsumer):
     async def get_stream(self, key):
+        await Stream.objects.filter(key=key).aexists()
         raise OperationalError("the connection is lost")
 
 
@@ -111,6 +112,7 @@ async def test_a_database_that_is_away_refuses_but_not_for_good(owner, stream, s
         for kind in ("subscribe", "cancel"):
             await visit.send(kind, key)
             assert (await visit.frame())["code"] == "unavailable"
+        assert await sync_to_async(lambda: connections["default"].connection)() is None
     assert followers() == 0
 
 
