@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 
 import psycopg
@@ -43,7 +44,7 @@ def test_the_options_of_the_alias_win_but_for_the_name(monkeypatch):
 
 
 def test_queries_run_in_the_role_that_the_alias_assumes(monkeypatch):
-    role = 'reader of "streams"'
+    role = f'reader of "streams" {secrets.token_hex(4)}'
     with connection.cursor() as cursor:
         cursor.execute(SQL("CREATE ROLE {}").format(Identifier(role)))
     try:
