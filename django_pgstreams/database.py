@@ -166,7 +166,10 @@ async def within(seconds: float, connection: AsyncConnection, work: Coroutine[An
             shut_down = asyncio.get_running_loop().call_later(_CANCEL_SECONDS, _shut_down, connection)
             task.add_done_callback(lambda _: shut_down.cancel())
             task.add_done_callback(_mark_retrieved)
-            task.cancel()  # psycopg asks the server to cancel the statement
+            # psycopg asks the server to cancel the statement, and would give up when cancelled once more: an
+            # event loop that ends has done it already.
+            if not task.cancelling():
+                task.cancel()
             await asyncio.wait({task})
     if task.cancelled():
         raise TimeoutError("the server did not answer in time")
