@@ -105,14 +105,14 @@ def test_a_view_that_fails_under_atomic_requests_announces_nothing(ear, settings
     assert only_these(ear, f"{stream.pk}:1")
 
 
-def test_an_announcement_goes_by_the_alias_of_the_transaction(ear, monkeypatch):
-    """The hook of one alias does not run at the commit of another."""
-    announced = []
-    monkeypatch.setattr(notifier, "announce", lambda using, wake_ups: announced.append(using))
-    with transaction.atomic():
-        receivers._announce("default", 1, 1)
-        assert not announced
-    assert announced == ["default"]
+def test_an_announcement_waits_for_the_commit_of_the_alias_that_was_written_to(proxy, ear):
+    stream = Stream.objects.using(proxy.alias).create(key="alias")
+    with transaction.atomic(using=proxy.alias):
+        with transaction.atomic(using="default"):
+            stream.append("x")
+        assert not ear.hear(0.3)
+    wait_until(lambda: ear.heard(f"{stream.pk}:1"), "it is heard")
+    assert list(notifier._notifiers) == [proxy.alias]
 
 
 # Which writes are announced (C17) ------------------------------------------------------------------
