@@ -49,11 +49,16 @@ def unpack(payload: str) -> Batch:
     everything = False
     for word in payload.split():
         stream_id, _, tail = word.removesuffix(_CHANGED).partition(":")
-        if stream_id.isdecimal() and tail.isdecimal():
+        if _is_number(stream_id) and _is_number(tail):
             wake_ups.append(WakeUp(int(stream_id), int(tail), word.endswith(_CHANGED)))
         else:
             everything = True
     return Batch(tuple(wake_ups), everything)
+
+
+def _is_number(text: str) -> bool:
+    """Whether this can be an id or a tail, 64 bits at the most: anybody may notify the channel."""
+    return len(text) <= 19 and text.isdecimal()
 
 
 # Frames from the client ----------------------------------------------------------------------------

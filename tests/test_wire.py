@@ -50,7 +50,21 @@ def test_packing_loses_nothing_and_keeps_within_a_notification(count):
 
 
 @pytest.mark.parametrize(
-    "payload", ["*", "17", "17:", ":3", "17:x", "x:3", "17:-3", "17:3?", "17:3!!", "hello"]
+    "payload",
+    [
+        "*",
+        "17",
+        "17:",
+        ":3",
+        "17:x",
+        "x:3",
+        "17:-3",
+        "17:3?",
+        "17:3!!",
+        "hello",
+        "9" * 5000 + ":1",
+        "1:" + "9" * 20,
+    ],
 )
 def test_a_payload_that_is_no_wake_up_stands_for_everything(payload):
     assert wire.unpack(payload) == Batch((), everything=True)
