@@ -260,6 +260,9 @@ class TestCaseOfAnApplication(TestCase):
 
 
 class TransactionTestCaseOfAnApplication(TransactionTestCase):
+    def setUp(self):
+        receivers.release()  # an earlier test's background readers may be idle yet
+
     def test_a_websocket_receives_what_a_thread_appends(self):
         user = get_user_model().objects.create_user("reader")
         stream = Stream.objects.create(key="chat/1", owner=user)
