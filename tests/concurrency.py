@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -41,15 +40,6 @@ def run_all(*functions: Callable[[], Any]) -> list[Any]:
 
     futures = [start(at_once, function) for function in functions]
     return [future.result(4 * DEADLINE_SECONDS) for future in futures]
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Return once the condition holds; fail, saying what did not happen, after the deadline."""
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"{what}: not within {DEADLINE_SECONDS:.0f} s")
-        time.sleep(0.01)
 
 
 def in_this_thread(test: Callable[..., Any]) -> Callable[..., Any]:

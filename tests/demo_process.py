@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -26,22 +25,13 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 
+from tests.waiting import wait_until
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 30.0
-_POLL_SECONDS = 0.02
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition()`; fails the test when the deadline passes before."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"Waited {DEADLINE_SECONDS:g} s in vain: {what}.")
-        time.sleep(_POLL_SECONDS)
-    return value
 
 
 class DemoDatabase:

@@ -23,8 +23,9 @@ from psycopg.conninfo import make_conninfo
 
 from django_pgstreams import hub, listener, receivers
 from django_pgstreams.models import Stream
-from tests.concurrency import DEADLINE_SECONDS, wait_until
+from tests.concurrency import DEADLINE_SECONDS
 from tests.postgres_proxy import PostgresProxy, through
+from tests.waiting import wait_until
 
 _FAREWELL_SECONDS = 10
 PROJECT_ROOT = Path(__file__).resolve().parents[1]

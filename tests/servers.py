@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -26,28 +25,20 @@ from psycopg.conninfo import make_conninfo
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from tests.waiting import wait_until
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from websockets.sync.client import ClientConnection
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 30.0
-_POLL_SECONDS = 0.02
 _TROUBLE = re.compile(
     r"Traceback|\bERROR\b|\bCRITICAL\b|ResourceWarning"
     r"|never retrieved|never awaited|took too long|destroyed but"
 )
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition()`; fails when the deadline passes before."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"Waited {DEADLINE_SECONDS:g} s in vain: {what}."
-        time.sleep(_POLL_SECONDS)
-    return value
 
 
 class Role:

@@ -27,7 +27,8 @@ from django_pgstreams.exceptions import (
     StreamMissing,
 )
 from django_pgstreams.models import Chunk, Stream
-from tests.concurrency import DEADLINE_SECONDS, in_this_thread, run_all, start, wait_until
+from tests.concurrency import DEADLINE_SECONDS, in_this_thread, run_all, start
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

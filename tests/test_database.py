@@ -12,8 +12,8 @@ from django.db import connection, connections
 from psycopg.sql import SQL, Identifier
 
 from django_pgstreams import database
-from tests.concurrency import wait_until
 from tests.following import connect, query, sessions, until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
 

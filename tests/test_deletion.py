@@ -18,7 +18,8 @@ from django.urls import path, reverse
 
 from django_pgstreams.exceptions import StreamMissing
 from django_pgstreams.models import Chunk, Stream
-from tests.concurrency import DEADLINE_SECONDS, run_all, start, wait_until
+from tests.concurrency import DEADLINE_SECONDS, run_all, start
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.urls(__name__)]
 

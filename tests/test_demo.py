@@ -15,8 +15,9 @@ from django.contrib.auth import get_user_model
 from django_pgstreams.models import Stream
 from example_project.answers import tokens
 from example_project.producers import ABANDONED, STOPPED
+from tests.waiting import wait_until
 
-from .demo_process import DemoDatabase, DemoProcess, Visitor, demo_database, wait_until
+from .demo_process import DemoDatabase, DemoProcess, Visitor, demo_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

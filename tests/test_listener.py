@@ -9,8 +9,8 @@ import pytest
 from django_pgstreams import background, listener
 from django_pgstreams.buffer import Batch, WakeUp
 from django_pgstreams.listener import Listener
-from tests.concurrency import wait_until
 from tests.following import connect, query, sessions, terminate
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
 

@@ -10,8 +10,8 @@ from django_pgstreams import notifier
 from django_pgstreams.buffer import WakeUp
 from django_pgstreams.models import Chunk, Stream
 from django_pgstreams.notifier import Notifier
-from tests.concurrency import wait_until
 from tests.following import connect, query, sessions, terminate
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
 

@@ -10,8 +10,9 @@ import pytest
 from django_pgstreams import hub
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Chunk, Stream
-from tests.concurrency import DEADLINE_SECONDS, start, wait_until
+from tests.concurrency import DEADLINE_SECONDS, start
 from tests.following import Process, database_url, python, query, sessions, store, terminate, writer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
 

@@ -20,8 +20,9 @@ from django_pgstreams.consumers import StreamConsumer
 from django_pgstreams.exceptions import ChunkImmutable
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Chunk, Stream
-from tests.concurrency import start, wait_until
+from tests.concurrency import start
 from tests.following import Ear, query, sessions, store
+from tests.waiting import wait_until
 
 urlpatterns = [
     path("fail/", lambda request: _append_and_raise()),

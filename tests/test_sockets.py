@@ -17,7 +17,8 @@ from websockets.exceptions import ConnectionClosed
 from django_pgstreams import conf
 from django_pgstreams.models import Stream
 from tests.cutting_proxy import CuttingProxy
-from tests.servers import ANYBODY, DEADLINE_SECONDS, Socket, headers_of, serving, wait_until
+from tests.servers import ANYBODY, DEADLINE_SECONDS, Socket, headers_of, serving
+from tests.waiting import wait_until
 
 SERVERS = ("daphne", "uvicorn")
 

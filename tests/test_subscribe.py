@@ -15,7 +15,7 @@ from django_pgstreams.buffer import Batch, WakeUp
 from django_pgstreams.exceptions import StreamGap, StreamMissing, StreamReset
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Chunk, Stream
-from tests.concurrency import start, wait_until
+from tests.concurrency import start
 from tests.following import (
     connect,
     in_thread,
@@ -28,6 +28,7 @@ from tests.following import (
     waiting_for_lock,
     writer,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
 
