@@ -100,7 +100,9 @@ def test_all_who_are_attached_share_one_session_that_is_idle(make):
         "WHERE datname = current_database() AND application_name = 'pgstreams-listener'"
     )
     # Its backend is in a transaction of its own for the moment in which it takes a notification.
-    wait_until(lambda: query(activity) == [("idle", None, 'LISTEN "pgstreams"')], "one session, and it is idle")
+    wait_until(
+        lambda: query(activity) == [("idle", None, 'LISTEN "pgstreams"')], "one session, and it is idle"
+    )
 
 
 def test_whoever_fails_does_not_keep_the_others_from_being_woken(make, caplog):
