@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import random
 import re
 import selectors
 import socket
@@ -95,6 +97,12 @@ def parameters(using: str, role: str) -> dict[str, Any]:
         "application_name": application_name(role),
         "autocommit": True,
     }
+
+
+def backoff_seconds(failures: int, longest_seconds: float = 5.0) -> float:
+    """Time to wait after so many failures in a row before a fresh try: doubling, capped, jittered."""
+    # The exponent is bounded too: a float cannot hold two to the failures of a night.
+    return random.uniform(0.5, 1) * min(math.ldexp(0.05, min(failures, 10)), longest_seconds)
 
 
 def connect(using: str, role: str, *, timeout_seconds: float = _CONNECT_SECONDS) -> Connection:

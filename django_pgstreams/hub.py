@@ -35,15 +35,9 @@ logger = logging.getLogger(__name__)
 
 _ROLE = "reader"
 _TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, OSError, TimeoutError)
-_MAX_BACKOFF_SECONDS = 5.0
 _HOUSEKEEPING_SECONDS = 5.0
 _RESTART_SECONDS = 1.0
 _MIN_TICK_CHUNKS = 16
-
-
-def _backoff_seconds(failures: int) -> float:
-    """Capped, jittered time to wait after so many failures in a row."""
-    return random.uniform(0.5, 1) * min(math.ldexp(0.05, min(failures, 10)), _MAX_BACKOFF_SECONDS)
 
 
 class Hub:
@@ -232,7 +226,7 @@ class Hub:
             await self._live_pool.close_idle(idle)
             await self._catch_up_pool.close_idle(idle)
             if failures:
-                await asyncio.sleep(_backoff_seconds(failures))
+                await asyncio.sleep(database.backoff_seconds(failures))
 
     async def _wait_until(self, when: float) -> None:
         """Wait until somebody wants a read, or for the time given (monotonic seconds)."""
@@ -344,7 +338,7 @@ class Hub:
             except _TRANSIENT as error:
                 failures += 1
                 self._report(error)
-                await asyncio.sleep(_backoff_seconds(failures))
+                await asyncio.sleep(database.backoff_seconds(failures))
                 if not feed.followers:
                     raise
             else:

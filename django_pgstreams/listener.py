@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 from collections.abc import Callable
 
@@ -25,7 +24,6 @@ _ROLE = "listener"
 _EVERYTHING = Batch((), everything=True)
 _HEALTH_CHECK_TIMEOUT_SECONDS = 5.0
 _CONNECT_TIMEOUT_SECONDS = 15.0
-_FIRST_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 10.0
 
 Callback = Callable[[Batch], None]
@@ -98,8 +96,7 @@ class Listener:
                 if self._failures == 1:
                     because = str(error) or type(error).__name__
                     logger.warning("Not listening on %r: %s; trying again", self._using, because)
-            doubled = _FIRST_BACKOFF_SECONDS * 2 ** min(self._failures, 10)
-            await asyncio.sleep(random.uniform(0.5, 1) * min(doubled, _MAX_BACKOFF_SECONDS))
+            await asyncio.sleep(database.backoff_seconds(self._failures, _MAX_BACKOFF_SECONDS))
 
     async def _listen(self) -> None:
         async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):

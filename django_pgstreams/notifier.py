@@ -18,7 +18,6 @@ import contextlib
 import logging
 import math
 import multiprocessing.util
-import random
 import statistics
 import threading
 import time
@@ -38,7 +37,6 @@ _SECONDS_PER_NOTIFIER = 0.001
 _REST_PER_FLUSH = 4
 _MAX_REST_SECONDS = 0.25
 _COUNT_EVERY_SECONDS = 30.0
-_MAX_BACKOFF_SECONDS = 5.0
 _JOIN_SECONDS = 5.0
 
 
@@ -124,7 +122,7 @@ class Notifier:
             except Exception as error:  # noqa: BLE001 - whatever it was, the wake-ups come back
                 failures += 1
                 self._keep(batch, failures, error)
-                self._rest(random.uniform(0.5, 1) * min(0.05 * 2**failures, _MAX_BACKOFF_SECONDS))
+                self._rest(database.backoff_seconds(failures))
                 continue
             if failures:
                 logger.info("Wake-ups of %r are sent again", self._using)

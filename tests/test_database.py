@@ -27,6 +27,13 @@ def test_a_connection_has_its_role_as_its_name_and_is_in_autocommit():
     made.close()
 
 
+def test_the_time_between_tries_grows_to_a_cap_and_no_number_of_failures_ends_it():
+    assert all(0.05 <= database.backoff_seconds(1) <= 0.1 for _ in range(100))
+    assert all(2.5 <= database.backoff_seconds(failures) <= 5 for failures in (7, 10, 2_000, 10**6))
+    assert all(5 <= database.backoff_seconds(2_000, 10) <= 10 for _ in range(100))
+    assert len({database.backoff_seconds(9) for _ in range(10)}) > 1
+
+
 def test_a_dead_peer_is_noticed_and_nothing_is_prepared():
     given = database.parameters("default", "reader")
     assert given["tcp_user_timeout"] == 15_000
