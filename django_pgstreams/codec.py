@@ -81,6 +81,14 @@ def check_payload(content_type: str, payload: Any) -> bytes:
     return checked
 
 
+def check_size(payload: bytes | memoryview, max_bytes: int) -> None:
+    """Raise `InvalidPayload` for a payload above `MAX_CHUNK_BYTES`."""
+    if len(payload) > max_bytes:
+        raise InvalidPayload(
+            f"The payload has {len(payload):,} bytes; PGSTREAMS['MAX_CHUNK_BYTES'] allows {max_bytes:,}."
+        )
+
+
 def storable_text(text: str) -> str:
     """The text with NUL and lone surrogates, which Postgres cannot store as text, replaced by U+FFFD."""
     return text.replace("\0", "\ufffd").encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -55,6 +55,13 @@ class Settings:
     EXIT_FLUSH_SECONDS: float = 2.0
     """A process that ends spends at most this long on its last flush."""
 
+    WRITER_LOCK_TIMEOUT_SECONDS: float = 30.0
+    """A `StreamWriter` waits this long for a stream's row that another transaction holds."""
+    WRITER_OUTAGE_SECONDS: float = 60.0
+    """A `StreamWriter` keeps appends this long while the database is away, then fails them."""
+    WRITER_MAX_PENDING_BYTES: int = 64 * 1024 * 1024
+    """What all `StreamWriter`s of a process may hold that is not stored yet."""
+
     READ_POOL_SIZE: int = 4
     """Connections that one event loop reads with at the most (one is kept for live reads)."""
 

@@ -5,6 +5,9 @@ PGStreamsError
  ├─ StreamMissing       no such stream (it is also `Stream.DoesNotExist`)
  ├─ StreamBusy          another transaction holds the stream's row
  ├─ OffsetConflict      the tail is not where `expected_offset` says
+ ├─ AppendFailed        a writer could not store an append: nothing of it is stored
+ ├─ AppendUnknown       a writer cannot find out whether an append was stored
+ ├─ WriterFull          a writer holds as much as it may
  ├─ InvalidKey          a key breaks the rule (also a `ValidationError`)
  ├─ InvalidPayload      a value cannot be stored (also a `ValidationError`)
  ├─ ChunkImmutable      a stored chunk would change or go
@@ -62,6 +65,21 @@ class OffsetConflict(PGStreamsError):
         super().__init__(message)
         self.expected = expected
         self.actual = actual
+
+
+class AppendFailed(PGStreamsError):
+    """A `StreamWriter` could not store an append, for the reason that its cause tells: it is not stored."""
+
+
+class AppendUnknown(PGStreamsError):
+    """The connection was lost while an append was being committed, and its fate could not be found out.
+
+    Read the stream's end before trying again, or the append may be stored twice.
+    """
+
+
+class WriterFull(PGStreamsError):
+    """`append_nowait` was called while `WRITER_MAX_PENDING_BYTES` wait to be stored; nothing was taken."""
 
 
 class _Invalid(PGStreamsError, ValidationError):

@@ -416,7 +416,7 @@ class Chunk(models.Model):
         if not self._state.adding:
             raise ChunkImmutable(f"Chunk {self} is stored and never changes.")
         self.payload = self._encoded = codec.encode(self.stream.content_type, value)
-        _check_size(self.payload)
+        codec.check_size(self.payload, conf.get().MAX_CHUNK_BYTES)
 
     def check_new(self) -> None:
         """Raise `ChunkImmutable`, `ManagedField` or `InvalidPayload` unless this chunk can be appended."""
@@ -429,15 +429,7 @@ class Chunk(models.Model):
             )
         if self._encoded is None or self.payload is not self._encoded:
             self.payload = self._encoded = codec.check_payload(self.stream.content_type, self.payload)
-        _check_size(self.payload)
+        codec.check_size(self.payload, conf.get().MAX_CHUNK_BYTES)
 
 
 _CHUNK_COLUMNS = ("stream_id", "offset", "payload", "created_at")
-
-
-def _check_size(payload: bytes | memoryview) -> None:
-    maximum = conf.get().MAX_CHUNK_BYTES
-    if len(payload) > maximum:
-        raise InvalidPayload(
-            f"The payload has {len(payload):,} bytes; PGSTREAMS['MAX_CHUNK_BYTES'] allows {maximum:,}."
-        )

@@ -38,6 +38,7 @@ PUBLIC = {
     "consumers": {"StreamConsumer"},
     "exceptions": {
         *["PGStreamsError", "StreamClosed", "StreamMissing", "StreamBusy", "OffsetConflict", "InvalidKey"],
+        *["AppendFailed", "AppendUnknown", "WriterFull"],
         *["InvalidPayload", "ChunkImmutable", "ManagedField", "StreamGap", "StreamReset"],
     },
     "hub": {"subscribe"},
