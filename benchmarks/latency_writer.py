@@ -1,7 +1,7 @@
-"""The writer of a benchmark: migrates, makes a stream, and appends to it at a steady rate.
+"""The writer of a benchmark: makes a stream, and appends to it at a steady rate.
 
 It talks JSON lines: first, what a reader needs; then, once it is told how to, it appends, and says of each
-append its number and the time (`CLOCK_MONOTONIC`, seconds) when `append()` had returned.
+append its offset, number and the time (`CLOCK_MONOTONIC`, seconds) when `append()` had returned.
 """
 
 from __future__ import annotations
@@ -15,35 +15,29 @@ import django
 django.setup()
 
 from django.contrib.auth.models import User  # noqa: E402
-from django.core.management import call_command  # noqa: E402
-from django.db import connection  # noqa: E402
 from django.test import Client  # noqa: E402
 
 from django_pgstreams.models import Stream  # noqa: E402
 
 
 def main() -> None:
-    call_command("migrate", verbosity=0, interactive=False)
     owner = User.objects.create_user("reader")
     browser = Client()
     browser.force_login(owner)
     stream = Stream.objects.create(key="benchmark/latency", owner=owner)
-    with connection.cursor() as cursor:
-        cursor.execute("SHOW server_version")
-        (postgres,) = cursor.fetchone()
-    say(key=stream.key, session=browser.cookies["sessionid"].value, postgres=postgres)
+    say(key=stream.key, session=browser.cookies["sessionid"].value)
     plan = json.loads(sys.stdin.readline())
     say(appended=append(stream, plan["count"], plan["rate"]))
 
 
-def append(stream: Stream, count: int, rate: float) -> list[tuple[int, float]]:
+def append(stream: Stream, count: int, rate: float) -> list[tuple[int, int, float]]:
     """Append numbers, so many per second, and complete the stream."""
     appended = []
     started = time.monotonic()
     for number in range(count):
         time.sleep(max(0.0, started + number / rate - time.monotonic()))
         stream.append({"number": number})
-        appended.append((number, time.monotonic()))
+        appended.append((number, number, time.monotonic()))
     stream.close()
     return appended
 

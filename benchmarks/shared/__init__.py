@@ -1,0 +1,1 @@
+"""What all benchmarks share; how to use it is told in `benchmarks`."""
