@@ -22,6 +22,8 @@ class Settings:
     """The `NOTIFY` channel, at most 63 bytes (Postgres cuts longer names in silence)."""
     PERMISSION: str = "django_pgstreams.permissions.owner_or_model_permission"
     """Dotted path of the hook `(user, stream, action) -> bool`, sync or async."""
+    NOTIFIER: str = "thread"
+    """Who sends wake-ups: a `"thread"` of each process that appends, or the `"relay"` (a command) alone."""
 
     MAX_CHUNK_BYTES: int = 1024 * 1024
     """A larger payload is refused on append."""
@@ -69,6 +71,7 @@ class Settings:
 _DEFAULTS = Settings()
 _TYPES: dict[str, type] = {field.name: type(getattr(_DEFAULTS, field.name)) for field in fields(Settings)}
 _POSTGRES_NAME_BYTES = 63
+_CHOICES = {"NOTIFIER": ("thread", "relay")}
 
 
 def get() -> Settings:
@@ -113,6 +116,9 @@ def _checked(name: str, value: Any) -> Any:
         raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be of type {wanted.__name__}, not {value!r}.")
     if wanted is not str and not 0 < value < math.inf:
         raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be above 0 and finite, not {value!r}.")
+    if name in _CHOICES and value not in _CHOICES[name]:
+        choices = " or ".join(map(repr, _CHOICES[name]))
+        raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be {choices}, not {value!r}.")
     if name == "READ_POOL_SIZE" and value < 2:
         raise ImproperlyConfigured(
             "PGSTREAMS['READ_POOL_SIZE'] must be at least 2: one connection serves live reads, "

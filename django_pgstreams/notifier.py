@@ -221,7 +221,12 @@ def get(using: str) -> Notifier:
 
 
 def announce(using: str, wake_ups: Iterable[WakeUp]) -> None:
-    """Have the process's notifier send wake-ups; never waits and never raises for the database's sake."""
+    """Have the process's notifier send wake-ups; never waits and never raises for the database's sake.
+
+    Nothing is sent where the relay does that (`PGSTREAMS["NOTIFIER"]`).
+    """
+    if conf.get().NOTIFIER == "relay":
+        return
     wake_ups = tuple(wake_ups)
     while not get(using).announce(wake_ups):
         pass  # closed between the look-up and the call: the next look-up makes a new one

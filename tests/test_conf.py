@@ -29,6 +29,9 @@ WRONG = [
     ("CHANNEL", "x" * 64, "must have 1 to 63 bytes, not 64"),
     ("CHANNEL", "ü" * 32, "must have 1 to 63 bytes, not 64"),
     ("PERMISSION", len, "must be of type str"),
+    ("NOTIFIER", None, "must be of type str"),
+    ("NOTIFIER", "", "must be 'thread' or 'relay', not ''"),
+    ("NOTIFIER", "Thread", "must be 'thread' or 'relay', not 'Thread'"),
 ]
 
 
@@ -77,6 +80,13 @@ def test_every_number_is_above_zero_and_finite(settings, name, value):
 def test_a_channel_of_63_bytes_is_fine(settings, value):
     settings.PGSTREAMS = {"CHANNEL": value}
     assert conf.get() == dataclasses.replace(DEFAULTS, CHANNEL=value)
+
+
+@pytest.mark.parametrize("value", ["thread", "relay"])
+def test_wake_ups_are_sent_by_a_thread_or_by_the_relay(settings, value):
+    settings.PGSTREAMS = {"NOTIFIER": value}
+    assert value == conf.get().NOTIFIER
+    assert conf.problems() == []
 
 
 @pytest.mark.parametrize("value", [None, [], ["CHANNEL"], "CHANNEL", 5])
