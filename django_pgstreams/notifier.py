@@ -36,7 +36,12 @@ _SECONDS_PER_NOTIFIER = 0.001
 """Of all notifiers of a cluster together, at most one flush in this time: each takes a cluster-wide lock."""
 _REST_PER_FLUSH = 4
 _MAX_REST_SECONDS = 0.25
-_COUNT_EVERY_SECONDS = 30.0
+_COUNT_AGAIN_SECONDS = 0.05
+"""Notifiers that start together do not see each other at once: each counts again after this time, then after
+twice that, and so on."""
+_MAX_COUNT_SECONDS = 1.0
+_COUNT_SECONDS_PER_NOTIFIER = 0.1
+"""Or in this time, all notifiers of a cluster together, where there are many: a count costs about 0.2 ms."""
 _JOIN_SECONDS = 5.0
 
 
@@ -64,7 +69,8 @@ class Notifier:
         self._connection: database.Connection | None = None
         self._durations: deque[float] = deque(maxlen=32)
         self._sessions = 1
-        self._counted_at = -math.inf
+        self._count_at = -math.inf
+        self._count_interval_seconds = 0.0
         self.flushes = 0
         self.failed_flushes = 0
 
@@ -164,6 +170,8 @@ class Notifier:
         """Send a batch. Raises whatever goes wrong, `TimeoutError` if nothing comes back."""
         if self._connection is None:
             self._connection = database.connect(self._using, _ROLE, timeout_seconds=timeout_seconds)
+            self._count_at = -math.inf
+            self._count_interval_seconds = _COUNT_AGAIN_SECONDS
         # An array of Postgres; the payloads hold digits and punctuation only.
         payloads = "{" + ",".join(f'"{payload}"' for payload in wire.pack(batch)) + "}"
         started = time.monotonic()
@@ -175,15 +183,21 @@ class Notifier:
         )
         self._durations.append(time.monotonic() - started)
         self.flushes += 1
-        if started - self._counted_at > _COUNT_EVERY_SECONDS:
-            self._counted_at = started
+        if started >= self._count_at:
             self._sessions = self._count(self._connection, timeout_seconds)
+            self._set_next_count(started)
 
     def _count(self, connection: database.Connection, timeout_seconds: float) -> int:
         """How many notifiers the cluster has."""
         name = database.application_name(_ROLE)
         rows = database.execute(connection, sql.COUNT_SESSIONS, [name], timeout_seconds=timeout_seconds)
         return int(rows[0][0] or 1)
+
+    def _set_next_count(self, now: float) -> None:
+        wait = self._count_interval_seconds
+        longest = max(_MAX_COUNT_SECONDS, _COUNT_SECONDS_PER_NOTIFIER * self._sessions)
+        self._count_interval_seconds = min(2 * wait, longest)
+        self._count_at = now + wait
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -105,6 +106,40 @@ def test_many_notifiers_on_a_cluster_share_the_rate(make):
     finally:
         for other in others:
             other.close()
+
+
+def test_notifiers_that_start_together_soon_know_of_each_other(make):
+    announced = make()
+    announced.announce([WakeUp(1, 1)])
+    wait_until(lambda: announced._count_at > 0, "it has counted, when the others were not there yet")
+    name = "pgstreams-notifier"
+    others = [connect(application_name=name) for _ in range(30)]
+    try:
+        began = time.monotonic()
+        tails = itertools.count(2)
+
+        def counted():
+            announced.announce([WakeUp(1, next(tails))])
+            return announced._sessions > len(others)
+
+        wait_until(counted, "it knows of the others")
+        # On a quiet machine within 50 ms; it was half a minute.
+        assert time.monotonic() - began < 10
+    finally:
+        for other in others:
+            other.close()
+
+
+def test_counting_becomes_rarer_but_at_most_ten_times_a_second_for_all_together(make):
+    announced = make()
+    intervals = []
+    for tail in range(1, 13):
+        announced._count_at = 0
+        announced.announce([WakeUp(1, tail)])
+        wait_until(lambda: announced._count_at > 0, "it has counted")
+        intervals.append(announced._count_interval_seconds)
+    assert intervals[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
+    assert intervals[-1] == max(1.0, announced._sessions * 0.1)
 
 
 def test_the_pace_has_no_upper_bound_but_the_number_of_notifiers(make):
