@@ -1,7 +1,7 @@
 """Arrays in Postgres's binary form, for statements with thousands of values; pure.
 
-The form is that of `array_recv` in Postgres: dimensions, whether there are nulls, the elements' type; the size
-and lower bound of the dimension; then each element's length (-1: null) and bytes.
+The form is that of `array_recv` in Postgres: dimensions, whether there are nulls, the elements' type; the
+size and lower bound of the dimension; then each element's length (-1: null) and bytes.
 """
 
 from __future__ import annotations

@@ -22,9 +22,12 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import psycopg
+import psycopg.errors
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from psycopg import pq
+
+from .arrays import Array
 
 T = TypeVar("T")
 Row: TypeAlias = tuple[Any, ...]
@@ -123,23 +126,28 @@ async def aconnect(using: str, role: str) -> AsyncConnection:
 
 
 def execute(
-    connection: Connection, statement: str, values: Sequence[str], *, timeout_seconds: float
+    connection: Connection, statement: str, values: Sequence[str | Array], *, timeout_seconds: float
 ) -> list[list[str | None]]:
-    """Run a statement (placeholders `$1` …) on a blocking connection; text goes in and comes out.
+    """Run a statement (placeholders `$1` …) on a blocking connection; text and arrays in, text out.
 
     Raises `psycopg.Error`, or `TimeoutError` past the deadline; then close the connection. It speaks to libpq
     itself, because psycopg's blocking calls wait without a limit.
     """
     deadline = time.monotonic() + timeout_seconds
     link = connection.pgconn
-    link.send_query_params(statement.encode(), [value.encode() for value in values])
+    link.send_query_params(
+        statement.encode(),
+        [value.encode() if isinstance(value, str) else value.data for value in values],
+        param_types=[0 if isinstance(value, str) else value.oid for value in values],
+        param_formats=[pq.Format.TEXT if isinstance(value, str) else pq.Format.BINARY for value in values],
+    )
     while link.flush():
         _wait(link, selectors.EVENT_READ | selectors.EVENT_WRITE, deadline)
         link.consume_input()
     rows: list[list[str | None]] = []
     while (result := _next_result(link, deadline)) is not None:
         if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
-            raise psycopg.OperationalError(result.error_message.decode(errors="replace").strip())
+            raise psycopg.errors.error_from_result(result)
         for row in range(result.ntuples):
             cells = (result.get_value(row, column) for column in range(result.nfields))
             rows.append([None if cell is None else cell.decode() for cell in cells])

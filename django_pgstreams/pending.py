@@ -1,8 +1,8 @@
 """Appends that wait to be stored, in one lane per stream, and the batches made of them; pure.
 
-Invariant: the appends of a stream leave in the order in which they came, and never in two batches at a time: a
-lane is ready, or in a batch, or parked (its row is locked elsewhere), and only a ready one gets into a batch.
-What a batch could not store comes back to the front of its lane.
+Invariant: the appends of a stream leave in the order in which they came, and never in two batches at a time:
+a lane is ready, or in a batch, or parked (its row is locked elsewhere), and only a ready one gets into a
+batch. What a batch could not store comes back to the front of its lane.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class End(NamedTuple):
 class Append:
     """One thing to do at the tail of a stream: store a payload, or end it, or nothing (a marker).
 
-    `reply` has `set_result(offset)` and `set_exception(error)`, to be called in the event loop `loop` if there
-    is one. A marker is answered once all that came before it is.
+    `reply` has `set_result(offset)` and `set_exception(error)`, to be called in the event loop `loop` if
+    there is one. A marker is answered once all that came before it is.
     """
 
     __slots__ = ("end", "expected_offset", "key", "loop", "payload", "reply", "size_bytes", "stream_id")

@@ -11,7 +11,7 @@ from typing import Any
 from django.db import transaction
 from django.db.backends.base.base import NO_DB_ALIAS
 
-from . import hub, listener, notifier, store
+from . import committer, hub, listener, notifier, store
 from .buffer import Batch, WakeUp
 from .models import Chunk, Stream
 
@@ -50,6 +50,7 @@ def maintenance_connected(sender: Any, connection: Any, **kwargs: Any) -> None:
 
 def release() -> None:
     """Disconnect everything that the app keeps open in this process; all of it comes back when needed."""
+    committer.close_all()
     notifier.close_all()
     hub.close_all()
     listener.close_all()

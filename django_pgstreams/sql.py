@@ -65,39 +65,46 @@ DELETE_CHUNKS = "DELETE FROM pgstreams_chunk WHERE stream_id = %(stream_id)s"
 
 PAGES = """
 SELECT page.place, page.stream_id, page.epoch, page.content_type, page.state, page.reason,
-       page.next_offset, page.first_offset, page."offset",
-       CASE WHEN page.bytes_before < %(max_bytes)s THEN page.payload END,
-       page.created_at
+       page.next_offset, page.first_offset, page.first_stored,
+       CASE WHEN page.bytes_before < %(max_bytes)s THEN page.payloads END,
+       CASE WHEN page.bytes_before < %(max_bytes)s THEN page.times END
 FROM (
     SELECT want.place, s.id AS stream_id, s.epoch, s.content_type, s.state, s.reason,
-           s.next_offset, s.first_offset, c."offset", c.payload, c.created_at,
-           row_number() OVER (PARTITION BY want.place ORDER BY c."offset") AS nth,
-           sum(octet_length(c.payload)) OVER (ORDER BY want.place, c."offset")
-               - octet_length(c.payload) AS bytes_before
+           s.next_offset, s.first_offset, run.first_stored, run.payloads, run.times,
+           sum(run.bytes) OVER (ORDER BY want.place ROWS UNBOUNDED PRECEDING) - run.bytes AS bytes_before
     FROM unnest(%(stream_ids)s::bigint[], %(positions)s::bigint[])
          WITH ORDINALITY AS want (stream_id, position, place)
     LEFT JOIN pgstreams_stream AS s ON s.id = want.stream_id
-    LEFT JOIN LATERAL (
-        SELECT chunk."offset", chunk.payload, chunk.created_at
-        FROM pgstreams_chunk AS chunk
-        WHERE chunk.stream_id = want.stream_id
-          AND chunk."offset" >= want.position
-          AND chunk."offset" < least(
-              greatest(want.position, s.first_offset), 9223372036854775807 - %(max_chunks)s
-          ) + %(max_chunks)s
-        ORDER BY chunk."offset"
-        LIMIT %(max_chunks)s
-    ) AS c ON true
+    CROSS JOIN LATERAL (
+        SELECT min(c."offset") AS first_stored,
+               array_agg(c.payload) FILTER (WHERE c.fits) AS payloads,
+               string_agg(timestamptz_send(c.created_at), '') FILTER (WHERE c.fits) AS times,
+               sum(octet_length(c.payload)) FILTER (WHERE c.fits) AS bytes
+        FROM (
+            SELECT chunk."offset", chunk.payload, chunk.created_at,
+                   chunk."offset" - row_number() OVER run = want.position - 1
+                   AND sum(octet_length(chunk.payload)) OVER run - octet_length(chunk.payload)
+                       < %(max_page_bytes)s AS fits
+            FROM pgstreams_chunk AS chunk
+            WHERE chunk.stream_id = want.stream_id
+              AND chunk."offset" >= want.position
+              AND chunk."offset" < s.next_offset
+              AND chunk."offset" < least(
+                  greatest(want.position, s.first_offset), 9223372036854775807 - %(max_chunks)s
+              ) + %(max_chunks)s
+            WINDOW run AS (ORDER BY chunk."offset" ROWS UNBOUNDED PRECEDING)
+        ) AS c
+    ) AS run
 ) AS page
-WHERE page.bytes_before < %(max_bytes)s OR page.nth = 1
-ORDER BY page.place, page."offset"
+ORDER BY page.place
 """
 """One page of each of several streams, each with its stream's row: one statement, hence one snapshot.
 
-Every wanted stream has a row at least: without `stream_id` when it does not exist, without `offset` when
-nothing is stored at or after the position, without payload when the bytes were used up before it.
-Offsets are gapless, so the range holds a page; it is there for the planner, which on a table without
-statistics would sort the whole rest of the stream for each page.
+Every wanted stream has one row: without `stream_id` when it does not exist. `first_stored` is the first
+offset stored at or after the position. Payloads, and their times (8 bytes each, as Postgres sends them), are
+those of the chunks that follow the position without a hole, as far as the page's bytes go, its first chunk at
+least; none once the pages before it have used up the bytes of all. Offsets are gapless, so a range of them
+bounds a page. A row per stream, not per chunk: the cost of rows would be most of the cost of short chunks.
 """
 
 NOTIFY = "SELECT pg_notify($1, payload) FROM unnest($2::text[]) AS payload"
@@ -106,3 +113,132 @@ NOTIFY = "SELECT pg_notify($1, payload) FROM unnest($2::text[]) AS payload"
 COUNT_SESSIONS = """
 SELECT count(*) FROM pg_stat_activity WHERE application_name = $1
 """
+
+# The writer's, for `database.execute` --------------------------------------------------------------
+
+STORE_BATCH = """
+WITH want AS (
+    SELECT * FROM unnest($3::bigint[], $4::bigint[], $5::bigint[], $6::text[], $7::text[])
+        WITH ORDINALITY AS want (stream_id, count, expected_offset, state, reason, place)
+), locked AS (
+    SELECT s.id, s.state, s.reason, s.next_offset
+    FROM pgstreams_stream AS s
+    WHERE s.id = ANY ($3::bigint[])
+    ORDER BY s.id
+    FOR NO KEY UPDATE SKIP LOCKED
+), taken AS (
+    UPDATE pgstreams_stream AS s
+    SET next_offset = s.next_offset + want.count,
+        appended_at = CASE WHEN want.count > 0 THEN statement_timestamp() ELSE s.appended_at END,
+        state = coalesce(want.state, s.state),
+        reason = coalesce(want.reason, s.reason),
+        closed_at = CASE WHEN want.state IS NOT NULL THEN statement_timestamp() END
+    FROM locked JOIN want ON want.stream_id = locked.id
+    WHERE s.id = locked.id
+      AND locked.state = 'open'
+      AND (want.expected_offset IS NULL OR locked.next_offset = want.expected_offset)
+    RETURNING s.id, want.place, s.next_offset - want.count AS base
+), stored AS (
+    INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at)
+    SELECT taken.id, taken.base + data.nth, data.payload, statement_timestamp()
+    FROM unnest($8::bytea[], $9::integer[], $10::integer[]) AS data (payload, place, nth)
+    JOIN taken ON taken.place = data.place
+), noted AS (
+    UPDATE pgstreams_writer AS w
+    SET seq = $2::bigint,
+        batch = $2::bigint,
+        streams = coalesce((SELECT array_agg(taken.id ORDER BY taken.place) FROM taken), '{}'),
+        bases = coalesce((SELECT array_agg(taken.base ORDER BY taken.place) FROM taken), '{}'),
+        used_at = statement_timestamp()
+    WHERE w.id = $1::uuid AND w.seq = $2::bigint - 1
+    RETURNING w.id
+)
+SELECT 1 / (SELECT count(*) FROM noted),
+       taken.base,
+       CASE WHEN want.state IS NOT NULL THEN extract(epoch FROM statement_timestamp()) END,
+       CASE WHEN taken.base IS NOT NULL THEN 'stored'
+            WHEN locked.state <> 'open' THEN 'closed'
+            WHEN locked.id IS NOT NULL THEN 'elsewhere'
+            WHEN EXISTS (SELECT FROM pgstreams_stream AS s WHERE s.id = want.stream_id) THEN 'locked'
+            ELSE 'missing'
+       END,
+       locked.state, locked.reason, locked.next_offset
+FROM want
+LEFT JOIN taken ON taken.place = want.place
+LEFT JOIN locked ON locked.id = want.stream_id
+ORDER BY want.place
+"""
+"""Store a batch for many streams: what each got, or why it got nothing, in the order of the arrays.
+
+$1 the writer, $2 the batch's number; $3–$7 per stream: id, count, expected offset or null, and the state and
+reason to end with or null; $8–$10 per chunk: payload, its stream's place from 1 on, its place in that from 0
+on. A row that is locked elsewhere is not waited for, and the lock taken here lets foreign keys to the stream
+pass. The division fails the whole statement unless the writer's row was at the number before: somebody has
+settled this batch already.
+"""
+
+STORE_LOCKED = STORE_BATCH.replace(
+    "FROM pgstreams_stream AS s\n    WHERE s.id = ANY",
+    "FROM (SELECT set_config('lock_timeout', $11, true)) AS waiting,\n"
+    "         pgstreams_stream AS s\n    WHERE s.id = ANY",
+).replace("FOR NO KEY UPDATE SKIP LOCKED", "FOR NO KEY UPDATE OF s")
+"""As before, but waits for locked rows as long as $11 says."""
+
+STEP_OVER = """
+UPDATE pgstreams_stream
+SET next_offset = greatest(
+    next_offset,
+    (SELECT max("offset") + 1 FROM pgstreams_chunk WHERE stream_id = $1::bigint)
+)
+WHERE id = $1::bigint
+"""
+
+REGISTER_WRITER = "INSERT INTO pgstreams_writer (id) VALUES ($1::uuid) ON CONFLICT DO NOTHING"
+
+SETTLE = """
+UPDATE pgstreams_writer
+SET seq = seq + 1
+WHERE id = $1::uuid
+RETURNING seq, batch, extract(epoch FROM used_at), streams, bases
+"""
+"""Wait for a batch that is being committed, keep one that is not there yet from committing, and tell the last
+that did."""
+
+FORGET_WRITER = "DELETE FROM pgstreams_writer WHERE id = $1::uuid"
+
+FORGET_OLD_WRITERS = """
+DELETE FROM pgstreams_writer
+WHERE id IN (
+    SELECT id FROM pgstreams_writer
+    WHERE used_at < statement_timestamp() - interval '1 day'
+    FOR UPDATE SKIP LOCKED
+)
+"""
+
+GET_ISOLATION = "SELECT current_setting('transaction_isolation')"
+
+# The relay's, for `database.execute` ---------------------------------------------------------------
+
+SNAPSHOT = "SELECT pg_current_snapshot()"
+"""Which transactions are seen. While it stays the same, nothing has committed in the whole cluster."""
+
+HIGHEST_STREAM = "SELECT max(id) FROM pgstreams_stream"
+
+_WATCHED = """
+FROM (
+    SELECT id, next_offset AS position FROM pgstreams_stream WHERE state = 'open'
+    UNION ALL
+    SELECT id, ~next_offset FROM pgstreams_stream WHERE state <> 'open' AND id > $1::bigint
+) AS watched
+"""
+_BLOCK_AND_DIGEST = "SELECT id >> 8 AS block, bit_xor(hashint8extended(id, position))"
+
+WATCHED_DIGESTS = f"{_BLOCK_AND_DIGEST} {_WATCHED} GROUP BY block"
+"""A digest of each block of 256 ids that has watched streams: those open, and those ended above the id $1."""
+
+WATCHED_BLOCKS = f"""
+{_BLOCK_AND_DIGEST}, array_agg(id), array_agg(position) {_WATCHED}
+WHERE id BETWEEN $3::bigint << 8 AND ($4::bigint << 8) + 255 AND id >> 8 = ANY ($2::bigint[])
+GROUP BY block
+"""
+"""Blocks $2, of which $3 is the first and $4 the last: digest, ids and positions, read at the same moment."""

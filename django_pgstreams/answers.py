@@ -1,0 +1,148 @@
+"""What callers are told about their appends, and how; no database.
+
+Invariant: each append is answered once, with its offset or with an error of its own, in the thread or event
+loop that waits for it; a caller that has gone keeps nobody else from its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .buffer import WakeUp
+from .exceptions import (
+    AppendFailed,
+    OffsetConflict,
+    PGStreamsError,
+    StreamBusy,
+    StreamClosed,
+    StreamMissing,
+)
+from .pending import Append, Segment
+from .settling import Outcome
+
+logger = logging.getLogger(__name__)
+
+Result = Outcome | Exception
+"""What became of a segment."""
+Answer = tuple[Append, Any]
+"""An append, and its offset or error."""
+
+LOCKED = Outcome("locked")
+NOTHING = Outcome("stored")
+
+
+def of_segment(segment: Segment, result: Result, answers: list[Answer], wake_ups: list[WakeUp]) -> int:
+    """Add a segment's answers and wake-up; returns how many of its appends are answered."""
+    appends = segment.appends
+    if isinstance(result, StreamBusy) or result == LOCKED:
+        return 0  # the whole lane is refused, or tried again
+    if isinstance(result, Exception):
+        answers += [(append, refusal(append, result)) for append in appends]
+        return len(appends)
+    match result.kind:
+        case "stored":
+            _answer_stored(segment, result, answers)
+            if not segment.is_empty:
+                tail = result.base + len(segment.payloads)
+                wake_ups.append(WakeUp(segment.lane.stream_id, tail, segment.end is not None))
+            return len(appends)
+        case "elsewhere":
+            conflict = next(place for place, append in enumerate(appends) if append.payload is not None)
+            answers += [(append, None) for append in appends[:conflict]]
+            answers.append((appends[conflict], _conflict(appends[conflict], result.base)))
+            return conflict + 1
+        case "closed" | "missing":
+            error = _closed(segment, result) if result.kind == "closed" else _missing(segment)
+            answers += [(append, refusal(append, error)) for append in appends]
+            return len(appends)
+        case _:
+            return 0
+
+
+def _answer_stored(segment: Segment, result: Outcome, answers: list[Answer]) -> None:
+    offset = result.base
+    for append in segment.appends:
+        if append.payload is not None:
+            answers.append((append, offset))
+            offset += 1
+        else:
+            answers.append((append, (offset, result.ended_at)))
+
+
+def _conflict(append: Append, tail: int) -> OffsetConflict:
+    expected = append.expected_offset
+    return OffsetConflict(
+        f"Stream {append.key!r} is at offset {tail}, not at the expected {expected}; nothing was stored.",
+        expected=expected or 0,
+        actual=tail,
+    )
+
+
+def _closed(segment: Segment, result: Outcome) -> StreamClosed:
+    because = f" ({result.reason})" if result.reason else ""
+    return StreamClosed(
+        f"Stream {segment.lane.key!r} is {result.state}{because}: nothing can be appended, "
+        "and its end cannot change.",
+        state=result.state,
+        reason=result.reason,
+    )
+
+
+def _missing(segment: Segment) -> StreamMissing:
+    return StreamMissing(
+        f"The writer cannot see stream {segment.lane.key!r}: it was deleted, or the transaction that created "
+        "it has not been committed yet (a TestCase never commits: test writers in a TransactionTestCase)."
+    )
+
+
+def refusal(append: Append, error: Exception) -> Exception | None:
+    """An error of its own for each append, as a traceback belongs to one caller; None for a marker."""
+    if append.payload is None and append.end is None:
+        return None
+    if isinstance(error, StreamClosed):
+        own: Exception = StreamClosed(*error.args, state=error.state, reason=error.reason)
+    elif isinstance(error, PGStreamsError):
+        own = type(error)(*error.args)
+    else:
+        own = AppendFailed(f"Nothing was appended to stream {append.key!r}: {str(error).strip()}")
+    own.__cause__ = error
+    return own
+
+
+def send(answers: Iterable[Answer]) -> None:
+    """Tell the callers; those of one event loop with one wake-up of it."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
+    for answer in answers:
+        loop = answer[0].loop
+        if loop is None:
+            try:
+                _reply(*answer)
+            except concurrent.futures.InvalidStateError:
+                logger.warning("A future of an append had a result already")
+        elif loop in by_loop:
+            by_loop[loop].append(answer)
+        else:
+            by_loop[loop] = [answer]
+    for loop, of_loop in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_reply_all, of_loop)
+        except RuntimeError:
+            logger.debug("An event loop was closed before its appends were answered")
+
+
+def _reply(append: Append, value: Any) -> None:
+    if isinstance(value, Exception):
+        append.reply.set_exception(value)
+    else:
+        append.reply.set_result(value)
+
+
+def _reply_all(answers: Sequence[Answer]) -> None:
+    """In the event loop of the callers, some of whom may have been cancelled."""
+    for append, value in answers:
+        if not append.reply.done():
+            _reply(append, value)

@@ -1,0 +1,363 @@
+"""The committer: one thread per process and database that stores what every `StreamWriter` appends.
+
+While one batch commits the next one gathers, so batching needs no timer. Invariant: each append is answered
+once: with its offset after its commit, or with an error. Interleavings that matter:
+
+- the row of a stream is locked elsewhere: its lane is parked; a second thread, with a connection of its
+  own, waits for one such row at a time, and everybody else goes on;
+- the connection is lost at a commit: `settling` finds out what became of the batch before the next is sent;
+- a caller is cancelled, or its event loop is closed: its append is stored all the same, and nobody is told;
+- the process forks: the child starts with no committer, and the parent stores what the parent appended;
+- the process ends: what waits is stored first, bounded in time, and the rest is refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import threading
+import time
+from collections.abc import Callable
+
+import psycopg
+import psycopg.errors
+
+from . import answers, background, conf, hub, notifier
+from .buffer import Batch, WakeUp
+from .exceptions import AppendUnknown, StreamBusy, WriterFull
+from .pending import Append, Pending, Segment
+from .settling import Away, Session
+
+logger = logging.getLogger(__name__)
+
+_BATCH_CHUNKS = 2000
+_BATCH_BYTES = 4 * 1024 * 1024
+_LOCK_TURN_SECONDS = 0.5
+"""All parked streams together are tried in about this time, unless there are many."""
+_SHORTEST_LOCK_WAIT_SECONDS = 0.02
+_STRAY_ATTEMPTS = 3
+_CLOSE_SECONDS = 5.0
+
+
+class Committer:
+    """Stores appends of one database. Its thread starts with the first one."""
+
+    def __init__(
+        self,
+        using: str,
+        *,
+        timeout_seconds: float,
+        idle_seconds: float,
+        lock_timeout_seconds: float,
+        outage_seconds: float,
+        max_pending_bytes: int,
+    ) -> None:
+        self._using = using
+        self._timeout_seconds = timeout_seconds
+        self._idle_seconds = idle_seconds
+        self._lock_timeout_seconds = lock_timeout_seconds
+        self._outage_seconds = outage_seconds
+        self._lock = threading.Lock()
+        self._wanted = threading.Condition(self._lock)
+        self._wanted_parked = threading.Condition(self._lock)
+        self._pending = Pending(max_pending_bytes)
+        self._thread: threading.Thread | None = None
+        self._parked_thread: threading.Thread | None = None
+        self._sleeps = False
+        self._stop_at: float | None = None
+        self.batches = 0
+
+    def add(self, append: Append, *, waits: bool) -> bool:
+        """Take an append to store; False if this committer has been closed.
+
+        Where there is no room it stands outside until there is; unless it `waits`: then `WriterFull`.
+        """
+        with self._lock:
+            if self._stop_at is not None:
+                return False
+            if not waits and self._pending.is_full:
+                raise WriterFull(
+                    f"{self._pending.size_bytes:,} bytes wait to be stored already; "
+                    "wait for earlier appends, or use append(), which waits."
+                )
+            self._pending.add(append)
+            if self._sleeps:
+                self._sleeps = False
+                self._wanted.notify()
+            if self._thread is None:
+                self._thread = self._start(self._run, "pgstreams-writer")
+                if self._thread is None:
+                    self._stop_at = time.monotonic() + self._lock_timeout_seconds
+        if self._thread is None:
+            self._drain()
+        return True
+
+    def _start(self, run: Callable[[], None], name: str) -> threading.Thread | None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return None  # the interpreter is shutting down
+        return thread
+
+    def close(self, timeout_seconds: float) -> None:
+        """Store what waits, disconnect, and refuse what could not be stored in time."""
+        with self._lock:
+            self._stop_at = deadline = time.monotonic() + timeout_seconds
+            self._wanted.notify()
+            self._wanted_parked.notify()
+            threads = [self._thread, self._parked_thread]
+        for thread in threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    logger.warning("%s of %r did not stop in time", thread.name, self._using)
+        with self._lock:
+            left = self._pending.drop_all()
+        if left:
+            logger.warning("%d appends to streams of %r were not stored in time", len(left), self._using)
+        answers.send([(append, answers.refusal(append, Away("the writer was closed"))) for append in left])
+
+    # The threads -----------------------------------------------------------------------------------
+
+    def _session(self) -> Session:
+        return Session(self._using, timeout_seconds=self._timeout_seconds, keeps_trying=self._keeps_trying)
+
+    def _keeps_trying(self, failing_seconds: float) -> bool:
+        stopping = self._stop_at is not None and time.monotonic() >= self._stop_at
+        return not stopping and failing_seconds < self._outage_seconds
+
+    def _run(self) -> None:
+        session = self._session()
+        while (batch := self._next_batch(session.is_connected)) is not None:
+            if batch:
+                self._store(session, batch)
+            else:
+                session.disconnect()
+        session.close()
+
+    def _next_batch(self, is_connected: bool) -> list[Segment] | None:
+        """What waits, once something does; an empty batch after a time of idleness; None to end."""
+        with self._lock:
+            while not self._pending.is_ready:
+                if self._stop_at is not None and not (self._pending and time.monotonic() < self._stop_at):
+                    return None
+                self._sleeps = True
+                timeout = self._idle_seconds if is_connected else None
+                if self._stop_at is not None:
+                    timeout = max(0.0, self._stop_at - time.monotonic())  # for what is parked
+                if not self._wanted.wait(timeout) and self._stop_at is None and self._sleeps:
+                    return []
+            self._sleeps = False
+            if self._stop_at is not None and time.monotonic() >= self._stop_at:
+                return None
+            return self._pending.take_batch(_BATCH_CHUNKS, _BATCH_BYTES)
+
+    def _run_parked(self) -> None:
+        session = self._session()
+        while (segment := self._next_parked()) is not None:
+            self._store_parked(session, segment)
+        session.close()
+
+    def _next_parked(self) -> Segment | None:
+        """The parked lane whose turn it is, once there is one; None, and the thread ends, when idle."""
+        with self._lock:
+            while not self._pending.parked:
+                stopping = self._stop_at is not None
+                if stopping or not self._wanted_parked.wait(self._idle_seconds):
+                    self._parked_thread = None
+                    return None
+            return self._pending.take_parked(_BATCH_CHUNKS, _BATCH_BYTES)
+
+    def _drain(self) -> None:
+        """Store what waits in the calling thread: no other can start any more."""
+        session = self._session()
+        while True:
+            with self._lock:
+                batch = self._pending.take_batch(_BATCH_CHUNKS, _BATCH_BYTES)
+                parked = None if batch else self._pending.take_parked(_BATCH_CHUNKS, _BATCH_BYTES)
+            if batch:
+                self._store(session, batch)
+            elif parked is not None:
+                self._store_parked(session, parked)
+            else:
+                break
+        session.close()
+
+    # Storing ---------------------------------------------------------------------------------------
+
+    def _store(self, session: Session, batch: list[Segment]) -> None:
+        self.batches += 1
+        results = self._attempt(session, [segment for segment in batch if not segment.is_empty])
+        self._conclude(batch, results)
+
+    def _store_parked(self, session: Session, segment: Segment) -> None:
+        """Wait for a parked stream's row for a while, and store its appends if it is free in time."""
+        left = (segment.lane.parked_at or 0) + self._lock_timeout_seconds - time.monotonic()
+        turn = min(_LOCK_TURN_SECONDS / (1 + self._pending.parked), max(left, 0))
+        wait = max(turn, _SHORTEST_LOCK_WAIT_SECONDS)
+        if segment.is_empty:
+            results: list[answers.Result] = []
+        else:
+            results = self._attempt(session, [segment], wait)
+            if results == [answers.LOCKED] and left <= wait:
+                results = [
+                    StreamBusy(
+                        f"Another transaction has held stream {segment.lane.key!r} for "
+                        f"{self._lock_timeout_seconds:g} s; nothing was stored."
+                    )
+                ]
+        self._conclude([segment], results)
+
+    def _attempt(
+        self, session: Session, segments: list[Segment], lock_timeout_seconds: float | None = None
+    ) -> list[answers.Result]:
+        """Store segments; where the database refuses them, find out which one it refuses."""
+        if not segments:
+            return []
+        try:
+            return list(session.store(segments, lock_timeout_seconds))
+        except psycopg.errors.LockNotAvailable:
+            return [answers.LOCKED] * len(segments)
+        except (Away, AppendUnknown) as error:
+            return [error] * len(segments)
+        except psycopg.Error as error:
+            if len(segments) == 1:
+                return [self._mend(session, segments[0], lock_timeout_seconds, error)]
+        except Exception as error:  # the thread must go on
+            logger.exception("A batch of the writer of %r failed", self._using)
+            session.disconnect()
+            return [error] * len(segments)
+        middle = len(segments) // 2
+        return [
+            *self._attempt(session, segments[:middle], lock_timeout_seconds),
+            *self._attempt(session, segments[middle:], lock_timeout_seconds),
+        ]
+
+    def _mend(
+        self, session: Session, segment: Segment, lock_timeout_seconds: float | None, error: psycopg.Error
+    ) -> answers.Result:
+        """Step over chunks that stand in the way of a stream's appends; anything else is a refusal."""
+        try:
+            for _ in range(_STRAY_ATTEMPTS):
+                if not isinstance(error, psycopg.errors.UniqueViolation):
+                    break
+                try:
+                    session.step_over(segment.lane.stream_id)
+                    return session.store([segment], lock_timeout_seconds)[0]
+                except psycopg.Error as another:
+                    error = another
+        except (Away, AppendUnknown) as lost:
+            return lost
+        return error
+
+    def _conclude(self, batch: list[Segment], results: list[answers.Result]) -> None:
+        """Give lanes back, announce what is stored, and answer."""
+        replies: list[answers.Answer] = []
+        wake_ups: list[WakeUp] = []
+        concluded: list[tuple[Segment, answers.Result, int]] = []
+        remaining = iter(results)
+        for segment in batch:
+            result = answers.NOTHING if segment.is_empty else next(remaining)
+            answered = answers.of_segment(segment, result, replies, wake_ups)
+            concluded.append((segment, result, answered))
+        with self._lock:
+            refused = self._take_back(concluded)
+        if wake_ups:
+            self._announce(wake_ups)
+        answers.send(replies + refused)
+
+    def _take_back(self, concluded: list[tuple[Segment, answers.Result, int]]) -> list[answers.Answer]:
+        """Give lanes back to where they belong; what is refused along with what went wrong."""
+        refused: list[answers.Answer] = []
+        now = time.monotonic()
+        for segment, result, answered in concluded:
+            if result == answers.LOCKED:
+                self._pending.park(segment, now)
+            elif isinstance(result, StreamBusy):
+                refused += [
+                    (append, answers.refusal(append, result)) for append in self._pending.drop(segment)
+                ]
+            else:
+                self._pending.finish(segment, answered)
+        lost = next((result for _, result, _ in concluded if isinstance(result, Away | AppendUnknown)), None)
+        if lost is not None:
+            away = lost if isinstance(lost, Away) else Away(str(lost.__cause__))
+            refused += [(append, answers.refusal(append, away)) for append in self._pending.drop_all()]
+        if self._pending.parked:
+            self._wanted_parked.notify()
+            if self._parked_thread is None:
+                self._parked_thread = self._start(self._run_parked, "pgstreams-writer-parked")
+        if self._stop_at is not None or (self._pending.is_ready and self._sleeps):
+            self._wanted.notify()
+        return refused
+
+    def _announce(self, wake_ups: list[WakeUp]) -> None:
+        try:
+            hub.wake(self._using, Batch(tuple(wake_ups), everything=False))
+            notifier.announce(self._using, wake_ups)
+        except Exception:  # what is stored is stored: the poll finds it
+            logger.exception("Chunks of %r were not announced", self._using)
+
+
+# The process's committers --------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_committers: dict[str, Committer] = {}
+_at_exit = False
+
+
+def get(using: str) -> Committer:
+    """The process's committer for a database alias."""
+    global _at_exit
+    committer = _committers.get(using)
+    if committer is not None:
+        return committer
+    notifier.get(using)  # so that at exit this comes first, and what it stores is announced yet
+    with _lock:
+        if using not in _committers:
+            settings = conf.get()
+            _committers[using] = Committer(
+                using,
+                timeout_seconds=settings.QUERY_TIMEOUT_SECONDS,
+                idle_seconds=settings.IDLE_SECONDS,
+                lock_timeout_seconds=settings.WRITER_LOCK_TIMEOUT_SECONDS,
+                outage_seconds=settings.WRITER_OUTAGE_SECONDS,
+                max_pending_bytes=settings.WRITER_MAX_PENDING_BYTES,
+            )
+            if not _at_exit:
+                atexit.register(_close_at_exit)
+                # A child that multiprocessing forked runs these; whether others depends on the Python.
+                multiprocessing.util.Finalize(None, _close_at_exit, exitpriority=10)
+                _at_exit = True
+        return _committers[using]
+
+
+def add(using: str, append: Append, *, waits: bool = True) -> None:
+    """Have the process's committer store an append. Raises `WriterFull` unless it `waits`."""
+    while not get(using).add(append, waits=waits):
+        pass  # closed between the look-up and the call: the next look-up makes a new one
+
+
+def close_all(timeout_seconds: float = _CLOSE_SECONDS) -> None:
+    """Store what waits and disconnect, in every committer of the process; the next append starts anew."""
+    with _lock:
+        closing = list(_committers.values())
+        _committers.clear()
+    for committer in closing:
+        committer.close(timeout_seconds)
+
+
+def _close_at_exit() -> None:
+    close_all(conf.get().EXIT_FLUSH_SECONDS)
+
+
+def _forget() -> None:
+    global _lock, _committers, _at_exit
+    _lock = threading.Lock()
+    _committers = {}
+    _at_exit = False
+
+
+background.after_fork(_forget)
