@@ -180,7 +180,7 @@ def test_a_chunk_has_its_fields_and_little_else():
 
 def test_the_package_itself_holds_the_version_only():
     names = {name for name in vars(django_pgstreams) if not name.startswith("_")}
-    assert names <= {*MODULES, "migrations", "annotations"}
+    assert names <= {*MODULES, "management", "migrations", "annotations"}
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert django_pgstreams.__version__ == version
 
