@@ -10,7 +10,7 @@ import asyncio
 from typing import NamedTuple, Protocol, TypeAlias
 
 from .models import Stream
-from .pages import Page, StoredChunk, StreamRow
+from .pages import Page, Run, StreamRow
 from .window import Window
 
 DELETED = "deleted"
@@ -20,9 +20,9 @@ DELETED = "deleted"
 
 
 class Chunks(NamedTuple):
-    """The next contiguous run; `chunks[0].offset` is the position the follower was at."""
+    """The next contiguous run; it begins at the position the follower was at."""
 
-    chunks: list[StoredChunk]
+    chunks: Run
 
 
 class Live(NamedTuple):
@@ -75,13 +75,13 @@ class Feed:
         elif _age(page.row) > _age(self.row):
             self.row = page.row
         if self.window is not None:
-            self.window.extend(page.position, page.chunks, max_bytes)
+            self.window.extend(page.chunks, max_bytes)
         self.wake()
 
     def move_window(self, page: Page, max_bytes: int) -> None:
         """Begin the window anew with a page that reaches the tail."""
         self.window = Window(page.position)
-        self.window.extend(page.position, page.chunks, max_bytes)
+        self.window.extend(page.chunks, max_bytes)
 
     def wake(self) -> None:
         """Have everyone who waits look again."""
@@ -168,14 +168,23 @@ class Follower:
 
     async def next(self) -> Event:
         """Wait for what comes next. After `Closed` there is nothing more; its state is "" after `close`."""
+        event = self.poll()
+        while event is None:
+            event = await self.later()
+        return event
+
+    def poll(self) -> Event | None:
+        """What comes next, if it is there already."""
         feed = self._feed
-        while not self._closed:
-            if not feed.gone and feed.row is not None and feed.row.epoch != self.epoch:
-                return self._reset(feed.row.epoch)
-            event = feed.end_at(self.position) or self._from_window() or await self._read_on()
-            if event is not None:
-                return event
-        return Closed(self.position, "", "")
+        if self._closed:
+            return Closed(self.position, "", "")
+        if feed.row is not None and feed.row.epoch != self.epoch and not feed.gone:
+            return self._reset(feed.row.epoch)
+        return feed.end_at(self.position) or self._from_window()
+
+    async def later(self) -> Event | None:
+        """After `poll` had nothing: wait until that may have changed, and look again."""
+        return await self._read_on() or self.poll()
 
     def _reset(self, epoch: str) -> Reset:
         self.epoch = epoch
@@ -189,15 +198,21 @@ class Follower:
         feed, window = self._feed, self._feed.window
         if window is None:
             return None
-        chunks = window.slice(self.position, self._reader.page_chunks, self._reader.page_bytes)
-        if chunks:
+        if self.position != window.end:
+            chunks = window.slice(self.position, self._reader.page_chunks, self._reader.page_bytes)
+            if not chunks:
+                return None
             self.position += len(chunks)
             return Chunks(chunks)
-        at_tail = feed.row is not None and self.position == feed.row.next_offset == window.end
-        if at_tail and not self._live and not self._reader.is_dirty(feed):
-            self._live = True
-            return Live(self.position)
-        return None
+        if (
+            self._live
+            or feed.row is None
+            or self.position != feed.row.next_offset
+            or self._reader.is_dirty(feed)
+        ):
+            return None
+        self._live = True
+        return Live(self.position)
 
     async def _read_on(self) -> Event | None:
         """Wait at the end of the window, or read a page where the window does not reach."""

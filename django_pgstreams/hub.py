@@ -18,6 +18,7 @@ import math
 import random
 import threading
 import time
+from itertools import islice
 
 import psycopg
 
@@ -37,7 +38,10 @@ _ROLE = "reader"
 _TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, OSError, TimeoutError)
 _HOUSEKEEPING_SECONDS = 5.0
 _RESTART_SECONDS = 1.0
-_MIN_TICK_CHUNKS = 16
+_MAX_TICK_FEEDS = 250
+"""Read at once, so that no read takes long, and the planner takes none for one that is worth compiling."""
+_TICK_PAGES = 16
+"""What a read of many feeds brings at the most, in chunks; each feed gets its share of that."""
 
 
 class Hub:
@@ -237,15 +241,16 @@ class Hub:
 
     async def _tick(self) -> bool:
         """Read, in one query, every dirty feed at whose end somebody waits; False if that failed."""
-        feeds = [feed for feed in self._dirty if feed.waiting]
+        feeds = list(islice((feed for feed in self._dirty if feed.waiting), _MAX_TICK_FEEDS))
         if not feeds:
             return True
+        if len(feeds) == _MAX_TICK_FEEDS:
+            self._wanted.set()  # the others are next
         for feed in feeds:
             del self._dirty[feed]
         positions = [0 if feed.window is None else feed.window.end for feed in feeds]
-        max_chunks = max(_MIN_TICK_CHUNKS, self._settings.PAGE_CHUNKS // len(feeds))
         try:
-            read = await self._read(self._live_pool, feeds, positions, max_chunks)
+            read = await self._read(self._live_pool, feeds, positions)
         except Exception as error:  # noqa: BLE001 - the marks come back, whatever it was
             for feed in feeds:
                 self.mark(feed)
@@ -273,15 +278,14 @@ class Hub:
         if feed.behind:
             self.mark(feed)
 
-    async def _read(
-        self, pool: database.ReadPool, feeds: list[Feed], positions: list[int], max_chunks: int
-    ) -> list[Page]:
+    async def _read(self, pool: database.ReadPool, feeds: list[Feed], positions: list[int]) -> list[Page]:
         self.queries += 1
         parameters = pages.parameters(
             [feed.stream_id for feed in feeds],
             positions,
-            max_chunks=max_chunks,
+            max_chunks=max(1, self._settings.PAGE_CHUNKS * _TICK_PAGES // max(_TICK_PAGES, len(feeds))),
             max_bytes=self._settings.PAGE_BYTES,
+            max_page_bytes=max(1, self._settings.PAGE_BYTES // min(_TICK_PAGES, len(feeds))),
         )
         return pages.from_rows(positions, await pool.fetch(sql.PAGES, parameters))
 
@@ -334,7 +338,7 @@ class Hub:
         failures = 0
         while True:
             try:
-                read = await self._read(self._catch_up_pool, [feed], [position], self._settings.PAGE_CHUNKS)
+                read = await self._read(self._catch_up_pool, [feed], [position])
             except _TRANSIENT as error:
                 failures += 1
                 self._report(error)

@@ -149,7 +149,7 @@ class Subscription:
         """The chunks of an event; None at the end; raises where the reader must decide."""
         match event:
             case Chunks(chunks):
-                return [Chunk.stored(stream, *stored) for stored in chunks]
+                return Chunk.stored(stream, chunks)
             case Closed(_, state, reason):
                 if state == DELETED:
                     raise StreamMissing(f"Stream {stream.key!r} was deleted while it was followed.")

@@ -6,9 +6,10 @@ is contiguous, and only shrinks at `start`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+from itertools import accumulate, takewhile
 
-from .pages import StoredChunk
+from .pages import Run
 
 
 class Window:
@@ -18,41 +19,43 @@ class Window:
         self.start = start
         self.end = start
         self.size_bytes = 0
-        self._chunks: list[StoredChunk] = []
-        self._dropped = 0  # chunks at the head of the list that are no longer in the window
+        self._payloads: list[bytes] = []
+        self._times: list[datetime.datetime] = []
+        self._dropped = 0  # chunks at the head of the lists that are no longer in the window
 
-    def extend(self, position: int, chunks: Sequence[StoredChunk], max_bytes: int) -> None:
-        """Add the part of a contiguous run from `position` on that continues the window.
+    def extend(self, run: Run, max_bytes: int) -> None:
+        """Add the part of a run that continues the window.
 
         The oldest chunks beyond `max_bytes` are dropped; the newest always stays.
         """
-        if not position <= self.end < position + len(chunks):
+        known = self.end - run.first
+        if not 0 <= known < len(run):
             return
-        new = chunks[self.end - position :]
-        self._chunks.extend(new)
+        new = run.payloads[known:]
+        self._payloads += new
+        self._times += run.times[known:]
         self.end += len(new)
-        self.size_bytes += sum(len(chunk.payload) for chunk in new)
+        self.size_bytes += sum(map(len, new))
         self._shrink(max_bytes)
 
     def _shrink(self, max_bytes: int) -> None:
         while self.size_bytes > max_bytes and self.start < self.end - 1:
-            self.size_bytes -= len(self._chunks[self._dropped].payload)
+            self.size_bytes -= len(self._payloads[self._dropped])
             self._dropped += 1
             self.start += 1
         # Amortised: each deletion of the head moves at most as many chunks as were dropped.
-        if self._dropped > len(self._chunks) // 2:
-            del self._chunks[: self._dropped]
+        if self._dropped > len(self._payloads) // 2:
+            del self._payloads[: self._dropped]
+            del self._times[: self._dropped]
             self._dropped = 0
 
-    def slice(self, position: int, max_chunks: int, max_bytes: int) -> list[StoredChunk]:
+    def slice(self, position: int, max_chunks: int, max_bytes: int) -> Run:
         """The chunks from `position` on, bounded, but one at least; empty when `position` is outside."""
         if not self.start <= position < self.end:
-            return []
+            return Run(position, [], [])
         first = self._dropped + position - self.start
-        run = self._chunks[first : first + max_chunks]
-        size = 0
-        for count, chunk in enumerate(run):
-            size += len(chunk.payload)
-            if size > max_bytes and count:
-                return run[:count]
-        return run
+        payloads = self._payloads[first : first + max_chunks]
+        if self.size_bytes > max_bytes:
+            sizes = accumulate(map(len, payloads))
+            del payloads[max(1, sum(1 for _ in takewhile(lambda size: size <= max_bytes, sizes))) :]
+        return Run(position, payloads, self._times[first : first + len(payloads)])

@@ -1,29 +1,33 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import random
 from typing import Any
 
 import pytest
+from django.db import connection, transaction
 
-from django_pgstreams import pages, store
+from django_pgstreams import pages, sql
 from django_pgstreams.models import Stream
 from tests.following import store as append_quietly
 from tests.following import trim
 
+EARLIER = datetime.datetime(1999, 12, 31, 23, 59, 59, 999_999, tzinfo=datetime.UTC)
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+BINARY_TIMES = {EARLIER: (-1).to_bytes(8, "big", signed=True), NOW: (820_540_800_000_000).to_bytes(8, "big")}
 
 
-def rows(
-    chunks: list[tuple[int, bytes | None]], *, place: int = 1, tail: int = 10, first: int = 0
-) -> list[tuple[Any, ...]]:
-    """What `sql.PAGES` returns for one stream with these chunks at or after the position."""
-    head = (place, 4, "epoch", "application/json", "open", "", tail, first)
-    return [(*head, offset, payload, NOW) for offset, payload in chunks] or [(*head, None, None, None)]
+def row(
+    first_stored: int | None, payloads: list[bytes] | None = None, *, tail: int = 10, first: int = 0
+) -> tuple[Any, ...]:
+    """What `sql.PAGES` returns for one stream: stored at or after the position, and what of it fits."""
+    times = None if payloads is None else BINARY_TIMES[NOW] * len(payloads)
+    return (1, 4, "epoch", "application/json", "open", "", tail, first, first_stored, payloads, times)
 
 
-def page(position: int, chunks: list[tuple[int, bytes | None]], **more: int) -> pages.Page:
-    [found] = pages.from_rows([position], rows(chunks, **more))
+def page(position: int, *what: Any, **more: int) -> pages.Page:
+    [found] = pages.from_rows([position], [row(*what, **more)])
     return found
 
 
@@ -33,86 +37,58 @@ def offsets(found: pages.Page) -> list[int]:
 
 def test_a_stream_that_does_not_exist_has_a_page_without_a_row():
     [found] = pages.from_rows([3], [(1, *[None] * 10)])
-    assert found == pages.Page(3, None, [], None)
+    assert found == pages.Page(3, None, pages.Run(3, [], []), None)
     assert found.at_tail
 
 
 def test_a_page_begins_at_its_position():
-    found = page(3, [(3, b"a"), (4, b"b")])
-    assert offsets(found) == [3, 4]
+    found = page(3, 3, [b"a", b"b"])
+    assert list(found.chunks) == [pages.StoredChunk(3, b"a", NOW), pages.StoredChunk(4, b"b", NOW)]
     assert found.gap_to is None
     assert (found.next, found.at_tail) == (5, False)
     assert found.row == pages.StreamRow(4, "epoch", "application/json", "open", "", 10, 0)
 
 
+def test_a_chunk_has_the_time_at_which_it_was_stored():
+    times = BINARY_TIMES[EARLIER] + BINARY_TIMES[NOW]
+    [found] = pages.from_rows([3], [(*row(3, [])[:9], [b"a", b"b"], times)])
+    assert found.chunks.times == [EARLIER, NOW]
+
+
 def test_the_page_that_reaches_the_tail_says_so():
-    assert page(8, [(8, b"a"), (9, b"b")]).at_tail
+    assert page(8, 8, [b"a", b"b"]).at_tail
 
 
 @pytest.mark.parametrize("position", [10, 11])
 def test_at_or_beyond_the_tail_there_is_no_gap(position):
-    found = page(position, [])
-    assert (found.chunks, found.gap_to, found.at_tail) == ([], None, True)
+    found = page(position, None)
+    assert (offsets(found), found.gap_to, found.at_tail) == ([], None, True)
 
 
 def test_trimmed_chunks_are_a_gap_and_the_page_holds_nothing():
-    found = page(2, [(5, b"a"), (6, b"b")], first=5)
-    assert (found.chunks, found.gap_to) == ([], 5)
+    found = page(2, 5, first=5)
+    assert (offsets(found), found.gap_to) == ([], 5)
+    found = page(2, 2, [b"being trimmed"], first=5)
+    assert (offsets(found), found.gap_to) == ([], 5)
 
 
 def test_a_hole_that_no_counter_tells_of_is_a_gap_too():
-    assert page(2, [(5, b"a")]).gap_to == 5
+    assert page(2, 5).gap_to == 5
 
 
 def test_a_stream_without_a_chunk_left_has_a_gap_up_to_its_tail():
-    assert page(2, [], first=10).gap_to == 10
-    assert page(2, []).gap_to == 10
+    assert page(2, None, first=10).gap_to == 10
+    assert page(2, None).gap_to == 10
 
 
-def test_rows_beyond_the_tail_are_not_of_the_stream_yet():
-    assert offsets(page(8, [(8, b"a"), (9, b"b"), (10, b"stray")])) == [8, 9]
-    found = page(10, [(10, b"stray")])
-    assert (found.chunks, found.gap_to, found.at_tail) == ([], None, True)
-    assert page(8, [(12, b"stray")]).gap_to == 10
-
-
-def test_a_hole_inside_ends_the_page():
-    assert offsets(page(2, [(2, b"a"), (3, b"b"), (5, b"c")])) == [2, 3]
-
-
-def test_a_chunk_for_which_the_bytes_did_not_suffice_ends_the_page():
-    found = page(2, [(2, b"a"), (3, None)])
-    assert offsets(found) == [2]
-    assert not found.at_tail
-    assert offsets(page(2, [(2, None)])) == []
-    assert page(2, [(2, None)]).gap_to is None
+def test_a_page_for_which_the_bytes_did_not_suffice_is_empty():
+    found = page(2, 2)
+    assert (offsets(found), found.gap_to, found.at_tail) == ([], None, False)
 
 
 def test_pages_come_in_the_order_in_which_they_were_wanted():
-    found = pages.from_rows([1, 4], [*rows([(1, b"a")], place=1), *rows([(4, b"b"), (5, b"c")], place=2)])
+    found = pages.from_rows([1, 4], [row(1, [b"a"]), row(4, [b"b", b"c"])])
     assert [offsets(one) for one in found] == [[1], [4, 5]]
-
-
-def test_no_page_is_ever_read_across_a_hole():
-    chance = random.Random(15)
-    for _ in range(2000):
-        tail = chance.randrange(20)
-        first = chance.randrange(tail + 1)
-        stored = sorted(offset for offset in range(tail) if offset >= first or chance.random() < 0.3)
-        stored = [offset for offset in stored if chance.random() < 0.8]
-        position = chance.randrange(22)
-        found = page(
-            position,
-            [(o, b"x" if chance.random() < 0.9 else None) for o in stored if o >= position],
-            tail=tail,
-            first=first,
-        )
-        assert offsets(found) == list(range(position, position + len(found.chunks)))
-        assert set(offsets(found)) <= set(stored)
-        if found.gap_to is not None:
-            assert not found.chunks
-            assert position < found.gap_to <= tail
-            assert found.gap_to >= first
 
 
 @pytest.fixture
@@ -125,7 +101,9 @@ def stored(live):
 
 def read(streams: list[Stream], positions: list[int], **bounds: int) -> list[pages.Page]:
     bounds = {"max_chunks": 1000, "max_bytes": 1_000_000, **bounds}
-    return store.read_pages("default", [stream.pk for stream in streams], positions, **bounds)
+    with connection.cursor() as cursor:
+        cursor.execute(sql.PAGES, pages.parameters([stream.pk for stream in streams], positions, **bounds))
+        return pages.from_rows(positions, cursor.fetchall())
 
 
 @pytest.mark.usefixtures("live")
@@ -147,11 +125,53 @@ class TestOnTheServer:
         for stream in stored:
             stream.append_many(["x" * 98] * 5)  # 100 bytes each
         assert [offsets(one) for one in read(stored, [20, 20, 20], max_bytes=1)] == [[20], [], []]
-        assert [offsets(one) for one in read(stored, [20, 20, 20], max_bytes=650)] == [
+        assert [offsets(one) for one in read(stored, [20, 20, 20], max_bytes=450)] == [
             [20, 21, 22, 23, 24],
-            [20, 21],
+            [],
             [],
         ]
+
+    def test_each_page_has_its_share_of_the_bytes(self, stored):
+        for stream in stored:
+            stream.append_many(["x" * 98] * 5)  # 100 bytes each
+        assert [offsets(one) for one in read(stored, [20, 23, 20], max_bytes=401, max_page_bytes=201)] == [
+            [20, 21, 22],
+            [23, 24],
+            [],
+        ]
+
+    def test_rows_beyond_the_tail_are_not_of_the_stream_yet(self, stored):
+        with connection.cursor() as cursor:
+            cursor.executemany(
+                'INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at) '
+                "VALUES (%s, %s, %s, now())",
+                [(stored[0].pk, 20, b"stray"), (stored[1].pk, 22, b"stray")],
+            )
+        found = read(stored[:1] * 2 + stored[1:2], [18, 20, 18])
+        assert [offsets(one) for one in found] == [[18, 19], [], [18, 19]]
+        assert [(one.gap_to, one.at_tail) for one in found] == [(None, True)] * 3
+
+    def test_no_page_is_ever_read_across_a_hole(self, stored):
+        chance = random.Random(15)
+        for _ in range(30):
+            gone = set(chance.sample(range(20), chance.randrange(8)))
+            first = chance.choice([0, 0, 3, 20])
+            limit = chance.randint(1, 25)
+            with transaction.atomic(), connection.cursor() as cursor:
+                gone |= set(range(first))
+                cursor.execute('DELETE FROM pgstreams_chunk WHERE "offset" = ANY(%s)', [list(gone)])
+                cursor.execute("UPDATE pgstreams_stream SET first_offset = %s", [first])
+                found = read(stored[:1] * 23, range(23), max_chunks=limit)
+                transaction.set_rollback(True)
+            for position, one in enumerate(found):
+                left = [offset for offset in range(position, 20) if offset not in gone]
+                run = itertools.takewhile(lambda pair: pair[0] == pair[1], enumerate(left, position))
+                assert offsets(one) == [offset for _, offset in run][:limit]
+                if position >= 20 or position in left:
+                    assert one.gap_to is None
+                else:
+                    seen = [offset for offset in left if offset < max(position, first) + limit]
+                    assert one.gap_to == min(seen, default=20)
 
     def test_missing_trimmed_and_closed_streams_answer_too(self, stored):
         trim(stored[0], 7)

@@ -5,31 +5,31 @@ import random
 
 import pytest
 
-from django_pgstreams.pages import StoredChunk
+from django_pgstreams.pages import Run
 from django_pgstreams.window import Window
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 PLENTY = 1_000_000
 
 
-def run(first: int, count: int, size: int = 10) -> list[StoredChunk]:
-    return [StoredChunk(offset, b"x" * size, NOW) for offset in range(first, first + count)]
+def run(first: int, count: int, size: int = 10) -> Run:
+    return Run(first, [b"x" * size] * count, [NOW] * count)
 
 
-def offsets(chunks: list[StoredChunk]) -> list[int]:
+def offsets(chunks: Run) -> list[int]:
     return [chunk.offset for chunk in chunks]
 
 
 def test_a_new_window_is_empty_at_its_start():
     window = Window(7)
     assert (window.start, window.end, window.size_bytes) == (7, 7, 0)
-    assert window.slice(7, 10, PLENTY) == []
+    assert not window.slice(7, 10, PLENTY)
 
 
 def test_it_grows_at_its_end_by_what_is_contiguous():
     window = Window(5)
-    window.extend(5, run(5, 3), PLENTY)
-    window.extend(6, run(6, 4), PLENTY)  # overlaps: 6 and 7 are there already
+    window.extend(run(5, 3), PLENTY)
+    window.extend(run(6, 4), PLENTY)  # overlaps: 6 and 7 are there already
     assert (window.start, window.end) == (5, 10)
     assert offsets(window.slice(5, 100, PLENTY)) == [5, 6, 7, 8, 9]
 
@@ -37,34 +37,34 @@ def test_it_grows_at_its_end_by_what_is_contiguous():
 @pytest.mark.parametrize("first", [0, 3, 9])
 def test_a_run_that_does_not_continue_it_changes_nothing(first):
     window = Window(5)
-    window.extend(5, run(5, 3), PLENTY)
-    window.extend(first, run(first, 2), PLENTY)
+    window.extend(run(5, 3), PLENTY)
+    window.extend(run(first, 2), PLENTY)
     assert (window.start, window.end) == (5, 8)
 
 
 def test_the_oldest_chunks_leave_it_beyond_the_bound():
     window = Window(0)
-    window.extend(0, run(0, 10), 35)
+    window.extend(run(0, 10), 35)
     assert (window.start, window.end, window.size_bytes) == (7, 10, 30)
-    assert window.slice(6, 10, PLENTY) == []
+    assert not window.slice(6, 10, PLENTY)
     assert offsets(window.slice(7, 10, PLENTY)) == [7, 8, 9]
 
 
 def test_the_newest_chunk_stays_however_large_it_is():
     window = Window(0)
-    window.extend(0, run(0, 2), 100)
-    window.extend(2, run(2, 1, size=5000), 100)
+    window.extend(run(0, 2), 100)
+    window.extend(run(2, 1, size=5000), 100)
     assert (window.start, window.end) == (2, 3)
     assert offsets(window.slice(2, 10, 10)) == [2]
 
 
 def test_a_slice_is_bounded_by_count_and_bytes_but_has_one_chunk_at_least():
     window = Window(0)
-    window.extend(0, run(0, 10), PLENTY)
+    window.extend(run(0, 10), PLENTY)
     assert offsets(window.slice(2, 3, PLENTY)) == [2, 3, 4]
     assert offsets(window.slice(2, 100, 25)) == [2, 3]
     assert offsets(window.slice(2, 100, 1)) == [2]
-    assert window.slice(10, 100, PLENTY) == []
+    assert not window.slice(10, 100, PLENTY)
 
 
 def test_it_is_a_plain_list_with_a_bound_whatever_happens():
@@ -72,28 +72,30 @@ def test_it_is_a_plain_list_with_a_bound_whatever_happens():
     for _ in range(300):
         start = chance.randrange(5)
         window = Window(start)
-        stored = [StoredChunk(offset, b"x" * chance.choice([0, 1, 10, 60]), NOW) for offset in range(200)]
+        stored = [b"x" * chance.choice([0, 1, 10, 60]) for _ in range(200)]
+        times = [NOW + datetime.timedelta(seconds=number) for number in range(200)]
         end = start
         for _ in range(40):
             max_bytes = chance.choice([1, 50, 200])
             first = max(0, end + chance.randint(-4, 2))
             count = chance.randrange(8)
-            window.extend(first, stored[first : first + count], max_bytes)
+            window.extend(Run(first, stored[first : first + count], times[first : first + count]), max_bytes)
             if first <= end:
                 end = max(end, min(first + count, 200))
             assert window.end == end
             held = stored[window.start : window.end]
-            assert window.size_bytes == sum(len(chunk.payload) for chunk in held)
+            assert window.size_bytes == sum(map(len, held))
             if len(held) > 1 and count and first <= end:
                 assert window.size_bytes <= 200
             position = chance.randrange(end + 3)
             limit = chance.randint(1, 6)
-            expected = stored[position : min(position + limit, end)]
-            assert window.slice(position, limit, PLENTY) == (expected if window.start <= position else [])
+            ends = min(position + limit, end) if window.start <= position else position
+            expected = Run(position, stored[position:ends], times[position:ends])
+            assert window.slice(position, limit, PLENTY) == expected
 
 
 def test_what_has_left_it_takes_no_memory():
     window = Window(0)
     for first in range(0, 10_000, 10):
-        window.extend(first, run(first, 10), 100)
-    assert len(window._chunks) <= 2 * (window.end - window.start) + 2
+        window.extend(run(first, 10), 100)
+    assert len(window._payloads) == len(window._times) <= 2 * (window.end - window.start) + 2
