@@ -91,13 +91,19 @@ def _wait_until_ready(cluster: Cluster, server: subprocess.Popen[bytes]) -> None
 @contextlib.contextmanager
 def fresh_database(server: str) -> Iterator[str]:
     """A new database on that server, with the example project's tables, dropped at the end; its address."""
+    with empty_database(server) as database:
+        _migrate(database)
+        yield database
+
+
+@contextlib.contextmanager
+def empty_database(server: str) -> Iterator[str]:
+    """A new database on that server, dropped at the end; its address."""
     name = f"pgstreams_benchmark_{secrets.token_hex(4)}"
     with psycopg.connect(server, autocommit=True) as own:
         own.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-        database = make_conninfo(**conninfo_to_dict(server) | {"dbname": name})
         try:
-            _migrate(database)
-            yield database
+            yield make_conninfo(**conninfo_to_dict(server) | {"dbname": name})
         finally:
             own.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
