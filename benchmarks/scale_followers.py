@@ -1,0 +1,87 @@
+"""One process that follows all streams, with a subscription for each.
+
+A line names a number of chunks. When so many have arrived in all since the start, and the reads have come
+to rest, it says the seconds of processor time and the bytes of memory that it has taken so far; at 0
+nothing is followed yet. At `null` it says, for each stream, each chunk's offset and number, and leaves.
+
+Its polls are put off, so that what is measured is what it was woken for. "Look at everything", which a
+wake-up asks for when there were too many to be listed, does what a poll does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import django
+from django.conf import settings
+
+settings.PGSTREAMS = {"POLL_INTERVAL_SECONDS": 3600}
+# Looking up a stream would else open a connection each.
+settings.DATABASES["default"]["CONN_MAX_AGE"] = None
+django.setup()
+
+from benchmarks.shared.talking import hear, say  # noqa: E402
+from django_pgstreams import hub  # noqa: E402
+from django_pgstreams.models import Stream  # noqa: E402
+
+REST_SECONDS = 0.05
+
+
+class Followers:
+    """The subscriptions, and what has arrived."""
+
+    def __init__(self) -> None:
+        self.received: dict[str, list[tuple[int, bytes]]] = {}
+        self.count = 0
+        self._arrived = asyncio.Event()
+
+    async def follow(self, key: str) -> None:
+        """Follow a stream until cancelled."""
+        received = self.received[key] = []
+        async for chunks in hub.subscribe(key).batches():
+            received += [(chunk.offset, bytes(chunk.payload)) for chunk in chunks]
+            self.count += len(chunks)
+            self._arrived.set()
+
+    async def rest_after(self, count: int) -> None:
+        """Wait until so many chunks are there and nothing is read any more."""
+        while self.count < count:
+            self._arrived.clear()
+            await self._arrived.wait()
+        reads, before = hub.get("default"), -1
+        while reads.queries != before:
+            before = reads.queries
+            await asyncio.sleep(REST_SECONDS)
+
+
+async def main(keys: list[str]) -> None:
+    followers = Followers()
+    tasks = []
+    while (count := await asyncio.to_thread(hear)) is not None:
+        if count and not tasks:
+            tasks = [asyncio.create_task(followers.follow(key)) for key in keys]
+        await followers.rest_after(count)
+        say({"cpu_seconds": time.process_time(), "memory_bytes": resident_bytes()})
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    say({"received": {key: decoded(entries) for key, entries in followers.received.items()}})
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def decoded(entries: list[tuple[int, bytes]]) -> list[Any]:
+    return [(offset, json.loads(payload)["number"]) for offset, payload in entries]
+
+
+if __name__ == "__main__":
+    asyncio.run(main(list(Stream.objects.order_by("pk").values_list("key", flat=True))))
