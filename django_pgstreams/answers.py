@@ -7,7 +7,6 @@ loop that waits for it; a caller that has gone keeps nobody else from its answer
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from .exceptions import (
     AppendFailed,
     OffsetConflict,
     PGStreamsError,
-    StreamBusy,
     StreamClosed,
     StreamMissing,
 )
@@ -38,8 +36,8 @@ NOTHING = Outcome("stored")
 def of_segment(segment: Segment, result: Result, answers: list[Answer], wake_ups: list[WakeUp]) -> int:
     """Add a segment's answers and wake-up; returns how many of its appends are answered."""
     appends = segment.appends
-    if isinstance(result, StreamBusy) or result == LOCKED:
-        return 0  # the whole lane is refused, or tried again
+    if result == LOCKED:
+        return 0  # it is tried again
     if isinstance(result, Exception):
         answers += [(append, refusal(append, result)) for append in appends]
         return len(appends)
@@ -121,8 +119,8 @@ def send(answers: Iterable[Answer]) -> None:
         if loop is None:
             try:
                 _reply(*answer)
-            except concurrent.futures.InvalidStateError:
-                logger.warning("A future of an append had a result already")
+            except BaseException:  # whatever a callback of a future does: the thread must go on
+                logger.exception("A caller could not be told about its append")
         elif loop in by_loop:
             by_loop[loop].append(answer)
         else:

@@ -68,7 +68,7 @@ class Committer:
         self._stop_at: float | None = None
         self.batches = 0
 
-    def add(self, append: Append, *, waits: bool) -> bool:
+    def add(self, append: Append, waits: bool) -> bool:
         """Take an append to store; False if this committer has been closed.
 
         Where there is no room it stands outside until there is; unless it `waits`: then `WriterFull`.
@@ -93,6 +93,11 @@ class Committer:
             self._drain()
         return True
 
+    @property
+    def is_full(self) -> bool:
+        """Whether an append would stand outside; without the lock, so a moment old perhaps."""
+        return self._pending.is_full
+
     def _start(self, run: Callable[[], None], name: str) -> threading.Thread | None:
         thread = threading.Thread(target=run, name=name, daemon=True)
         try:
@@ -113,11 +118,7 @@ class Committer:
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     logger.warning("%s of %r did not stop in time", thread.name, self._using)
-        with self._lock:
-            left = self._pending.drop_all()
-        if left:
-            logger.warning("%d appends to streams of %r were not stored in time", len(left), self._using)
-        answers.send([(append, answers.refusal(append, Away("the writer was closed"))) for append in left])
+        self._refuse_rest(Away("the writer was closed before it could"))
 
     # The threads -----------------------------------------------------------------------------------
 
@@ -136,6 +137,7 @@ class Committer:
             else:
                 session.disconnect()
         session.close()
+        self._refuse_rest(Away("the writer was closed before it could"))
 
     def _next_batch(self, is_connected: bool) -> list[Segment] | None:
         """What waits, once something does; an empty batch after a time of idleness; None to end."""
@@ -163,11 +165,12 @@ class Committer:
     def _next_parked(self) -> Segment | None:
         """The parked lane whose turn it is, once there is one; None, and the thread ends, when idle."""
         with self._lock:
-            while not self._pending.parked:
-                stopping = self._stop_at is not None
-                if stopping or not self._wanted_parked.wait(self._idle_seconds):
-                    self._parked_thread = None
-                    return None
+            while self._stop_at is None and not self._pending.parked:
+                if not self._wanted_parked.wait(self._idle_seconds):
+                    break
+            if not self._pending.parked or (self._stop_at is not None and time.monotonic() >= self._stop_at):
+                self._parked_thread = None
+                return None
             return self._pending.take_parked(_BATCH_CHUNKS, _BATCH_BYTES)
 
     def _drain(self) -> None:
@@ -253,45 +256,61 @@ class Committer:
         return error
 
     def _conclude(self, batch: list[Segment], results: list[answers.Result]) -> None:
-        """Give lanes back, announce what is stored, and answer."""
+        """Announce what is stored, answer, and only then give the lanes back.
+
+        So nobody learns that a later append of a stream is stored before all earlier ones are answered.
+        """
         replies: list[answers.Answer] = []
         wake_ups: list[WakeUp] = []
         concluded: list[tuple[Segment, answers.Result, int]] = []
         remaining = iter(results)
         for segment in batch:
             result = answers.NOTHING if segment.is_empty else next(remaining)
+            if isinstance(result, StreamBusy):
+                with self._lock:
+                    segment.take_lane()
             answered = answers.of_segment(segment, result, replies, wake_ups)
             concluded.append((segment, result, answered))
-        with self._lock:
-            refused = self._take_back(concluded)
         if wake_ups:
             self._announce(wake_ups)
-        answers.send(replies + refused)
+        answers.send(replies)
+        with self._lock:
+            self._take_back(concluded)
+        lost = next((result for _, result, _ in concluded if isinstance(result, Away)), None)
+        if lost is not None:
+            self._refuse_rest(lost)
 
-    def _take_back(self, concluded: list[tuple[Segment, answers.Result, int]]) -> list[answers.Answer]:
-        """Give lanes back to where they belong; what is refused along with what went wrong."""
-        refused: list[answers.Answer] = []
+    def _take_back(self, concluded: list[tuple[Segment, answers.Result, int]]) -> None:
+        """Give lanes back to where they belong, and wake who is to work on them."""
         now = time.monotonic()
         for segment, result, answered in concluded:
             if result == answers.LOCKED:
                 self._pending.park(segment, now)
-            elif isinstance(result, StreamBusy):
-                refused += [
-                    (append, answers.refusal(append, result)) for append in self._pending.drop(segment)
-                ]
             else:
                 self._pending.finish(segment, answered)
-        lost = next((result for _, result, _ in concluded if isinstance(result, Away | AppendUnknown)), None)
-        if lost is not None:
-            away = lost if isinstance(lost, Away) else Away(str(lost.__cause__))
-            refused += [(append, answers.refusal(append, away)) for append in self._pending.drop_all()]
         if self._pending.parked:
             self._wanted_parked.notify()
             if self._parked_thread is None:
                 self._parked_thread = self._start(self._run_parked, "pgstreams-writer-parked")
         if self._stop_at is not None or (self._pending.is_ready and self._sleeps):
             self._wanted.notify()
-        return refused
+
+    def _refuse_rest(self, reason: Away) -> None:
+        """Refuse all that is not in a batch: nothing of it was sent."""
+        while True:
+            with self._lock:
+                rest = self._pending.take_all()
+            if not rest:
+                return
+            replies: list[answers.Answer] = []
+            counts = [answers.of_segment(segment, reason, replies, []) for segment in rest]
+            logger.warning(
+                "%d appends to streams of %r were not stored: %s", len(replies), self._using, reason
+            )
+            answers.send(replies)
+            with self._lock:
+                for segment, count in zip(rest, counts, strict=True):
+                    self._pending.finish(segment, count)
 
     def _announce(self, wake_ups: list[WakeUp]) -> None:
         try:
@@ -311,9 +330,6 @@ _at_exit = False
 def get(using: str) -> Committer:
     """The process's committer for a database alias."""
     global _at_exit
-    committer = _committers.get(using)
-    if committer is not None:
-        return committer
     notifier.get(using)  # so that at exit this comes first, and what it stores is announced yet
     with _lock:
         if using not in _committers:
@@ -334,10 +350,15 @@ def get(using: str) -> Committer:
         return _committers[using]
 
 
-def add(using: str, append: Append, *, waits: bool = True) -> None:
+def add(using: str, append: Append, waits: bool = True) -> None:
     """Have the process's committer store an append. Raises `WriterFull` unless it `waits`."""
-    while not get(using).add(append, waits=waits):
+    while not (_committers.get(using) or get(using)).add(append, waits):
         pass  # closed between the look-up and the call: the next look-up makes a new one
+
+
+def is_full(using: str) -> bool:
+    """Whether an append would have to wait for room."""
+    return get(using).is_full
 
 
 def close_all(timeout_seconds: float = _CLOSE_SECONDS) -> None:

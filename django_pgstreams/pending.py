@@ -102,6 +102,11 @@ class Segment:
             self.end = append.end
             self.appends.append(waiting.popleft())
 
+    def take_lane(self) -> None:
+        """Take all appends of the lane: they share this segment's fate, which is a refusal."""
+        self.appends += self.lane.appends
+        self.lane.appends.clear()
+
     def _fits(self, size_bytes: int, max_chunks: int, max_bytes: int) -> bool:
         if not self.payloads:
             return True
@@ -220,21 +225,14 @@ class Pending:
             lane.parked_at = now
         self._parked.append(lane)
 
-    def drop(self, segment: Segment) -> list[Append]:
-        """Remove a segment's whole lane; returns its appends, which are to be refused."""
-        lane = segment.lane
-        appends = [*segment.appends, *lane.appends]
-        del self._lanes[lane.stream_id]
-        self._leave(appends)
-        return appends
-
-    def drop_all(self) -> list[Append]:
-        """Remove everything that is not in a batch; returns the appends, which are to be refused."""
-        appends: list[Append] = []
-        while self._ready or self._parked:
-            lane = self._ready.popleft() if self._ready else self._parked.popleft()
-            appends += self.drop(Segment(lane))
-        return appends
+    def take_all(self) -> list[Segment]:
+        """Everything that is not in a batch, to be refused; each segment is its whole lane."""
+        segments = [Segment(lane) for lane in (*self._ready, *self._parked)]
+        self._ready.clear()
+        self._parked.clear()
+        for segment in segments:
+            segment.take_lane()
+        return segments
 
 
 def _stream_id(segment: Segment) -> int:

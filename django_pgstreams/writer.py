@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import datetime
+import operator
 import threading
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any, Self, cast
@@ -37,9 +38,11 @@ class StreamWriter:
         if stream.pk is None:
             raise ValueError(f"Stream {stream.key!r} must be saved before a StreamWriter can append to it.")
         self.stream = stream
+        self._stream_id: int = stream.pk  # deleting the stream takes it from the instance
         self._using = using or router.db_for_write(Stream, instance=stream)
         self._max_chunk_bytes = conf.get().MAX_CHUNK_BYTES
-        self._failures: list[BaseException] = []
+        self._failures = 0
+        self._first_failure: BaseException | None = None
 
     # Appending -------------------------------------------------------------------------------------
 
@@ -53,7 +56,7 @@ class StreamWriter:
         """
         self._refuse_in_transaction()
         reply = _Reply()
-        self._add(data, reply, expected_offset=expected_offset)
+        self._add(data, reply, None, expected_offset)
         offset: int = reply.wait()
         return offset
 
@@ -67,7 +70,7 @@ class StreamWriter:
         future: concurrent.futures.Future[int] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         future.add_done_callback(self._note_failure)
-        self._add(data, future, expected_offset=expected_offset, waits=False)
+        self._add(data, future, None, expected_offset, waits=False)
         return future
 
     async def aappend(self, data: Any, *, expected_offset: int | None = None) -> int:
@@ -75,7 +78,7 @@ class StreamWriter:
         `WRITER_MAX_PENDING_BYTES` kept it waiting for room."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[int] = loop.create_future()
-        self._add(data, future, loop, expected_offset=expected_offset)
+        self._add(data, future, loop, expected_offset)
         return await future
 
     def _add(
@@ -83,20 +86,20 @@ class StreamWriter:
         data: Any,
         reply: Any,
         loop: asyncio.AbstractEventLoop | None = None,
-        *,
         expected_offset: int | None = None,
         waits: bool = True,
     ) -> None:
-        stream = self.stream
-        payload = codec.encode(stream.content_type, data)
-        codec.check_size(payload, self._max_chunk_bytes)
-        append = Append(stream.pk, stream.key, payload, reply, loop, expected_offset=expected_offset)
-        committer.add(self._using, append, waits=waits)
+        payload = codec.encode(self._content_type, data)
+        if len(payload) > self._max_chunk_bytes:
+            codec.check_size(payload, self._max_chunk_bytes)
+        append = Append(self._stream_id, self._key, payload, reply, loop, expected_offset)
+        committer.add(self._using, append, waits)
 
     def _note_failure(self, future: concurrent.futures.Future[int]) -> None:
         error = future.exception()
         if error is not None:
-            self._failures.append(error)
+            self._failures += 1
+            self._first_failure = self._first_failure or error
 
     def _refuse_in_transaction(self) -> None:
         """As `atomic(durable=True)` does, which lets the transactions of `TestCase` pass."""
@@ -131,15 +134,16 @@ class StreamWriter:
 
     def _send(self, end: End | None, reply: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Send a marker, which is answered once everything before it is, or the stream's end."""
-        committer.add(self._using, Append(self.stream.pk, self.stream.key, None, reply, loop, end=end))
+        committer.add(self._using, Append(self._stream_id, self.stream.key, None, reply, loop, end=end))
 
     def _raise_failures(self, error: BaseException | None) -> None:
         """Raise the first append without a caller that failed, unless the block has failed itself."""
-        failures, self._failures = self._failures, []
-        if failures and error is None:
-            if len(failures) > 1:
-                failures[0].add_note(f"{len(failures) - 1} later appends failed as well.")
-            raise failures[0]
+        first, self._first_failure = self._first_failure, None
+        failures, self._failures = self._failures, 0
+        if first is not None and error is None:
+            if failures > 1:
+                first.add_note(f"{failures - 1} later appends failed as well.")
+            raise first
 
     # Piping ----------------------------------------------------------------------------------------
 
@@ -154,19 +158,21 @@ class StreamWriter:
         the stream, the iterator is closed and `pipe` returns: `stream.state` tells. Errors as for `append`.
         """
         self._refuse_in_transaction()
-        flow = piping.Flow(self._submit, _start_timer, join_seconds=join_seconds, join_bytes=join_bytes)
-        iterator = iter(iterable)
+        flow = self._flow(self._submit, _start_timer, join_seconds, join_bytes)
+        iterator: Any = None
         try:
+            iterator = iter(iterable)
             for piece in iterator:
                 flow.push(piece)
-                self._wait(flow)
+                self._wait(flow, all_of_them=committer.is_full(self._using))
             flow.flush()
-            self._wait(flow, at_end=True)
+            self._wait(flow, all_of_them=True)
             self._end(_COMPLETED)
         except piping.Failed as failed:
             flow.stop()
             if not self._is_over(failed.error):
-                self._end(_failed(failed.error))
+                with contextlib.suppress(piping.Failed):
+                    self._end(_failed(failed.error))
             if not self._is_cancelled(failed.error):
                 raise failed.error from None
         except BaseException as error:
@@ -188,21 +194,21 @@ class StreamWriter:
     ) -> None:
         """Async twin of `pipe`. When its task is cancelled, the stream fails."""
         loop = asyncio.get_running_loop()
-        flow = piping.Flow(
-            self._submit_to_loop, loop.call_later, join_seconds=join_seconds, join_bytes=join_bytes
-        )
-        iterator = aiter(aiterable)
+        flow = self._flow(self._submit_to_loop, loop.call_later, join_seconds, join_bytes)
+        iterator: Any = None
         try:
+            iterator = aiter(aiterable)
             async for piece in iterator:
                 flow.push(piece)
-                await self._await(flow)
+                await self._await(flow, all_of_them=committer.is_full(self._using))
             flow.flush()
-            await self._await(flow, at_end=True)
+            await self._await(flow, all_of_them=True)
             await self._aend(_COMPLETED)
         except piping.Failed as failed:
             flow.stop()
             if not self._is_over(failed.error):
-                await self._aend(_failed(failed.error))
+                with contextlib.suppress(piping.Failed):
+                    await self._aend(_failed(failed.error))
             if not self._is_cancelled(failed.error):
                 raise failed.error from None
         except BaseException as error:
@@ -214,6 +220,17 @@ class StreamWriter:
         finally:
             if hasattr(iterator, "aclose"):
                 await iterator.aclose()
+
+    def _flow(
+        self, send: Any, start_timer: Any, join_seconds: float | None, join_bytes: int | None
+    ) -> piping.Flow:
+        return piping.Flow(
+            send,
+            start_timer,
+            join_seconds=join_seconds,
+            join_bytes=join_bytes,
+            max_chunk_bytes=self._max_chunk_bytes,
+        )
 
     def _submit(self, data: Any) -> concurrent.futures.Future[int]:
         future: concurrent.futures.Future[int] = concurrent.futures.Future()
@@ -227,13 +244,13 @@ class StreamWriter:
         self._add(data, future, loop)
         return future
 
-    def _wait(self, flow: piping.Flow, *, at_end: bool = False) -> None:
-        while (reply := flow.wait_for(at_end=at_end)) is not None:
+    def _wait(self, flow: piping.Flow, *, all_of_them: bool) -> None:
+        while (reply := flow.wait_for(all_of_them=all_of_them)) is not None:
             concurrent.futures.wait([cast("concurrent.futures.Future[int]", reply)])
             flow.settle()
 
-    async def _await(self, flow: piping.Flow, *, at_end: bool = False) -> None:
-        while (reply := flow.wait_for(at_end=at_end)) is not None:
+    async def _await(self, flow: piping.Flow, *, all_of_them: bool) -> None:
+        while (reply := flow.wait_for(all_of_them=all_of_them)) is not None:
             await asyncio.wait([cast("asyncio.Future[int]", reply)])
             flow.settle()
 
@@ -300,6 +317,7 @@ class _Reply:
         return self._result
 
 
+_MAX_OFFSET = 2**63 - 1
 _MAX_REASON_CHARACTERS = 1000
 _COMPLETED = End(Stream.State.COMPLETED, "")
 
