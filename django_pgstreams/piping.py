@@ -16,6 +16,8 @@ from .exceptions import PGStreamsError
 _MAX_UNDER_WAY = 256
 _JOIN_BYTES = 64 * 1024
 """Text that is joined for a time is sent with this size at the latest."""
+_ESCAPED_BYTES = 6
+"""What a byte of text takes in JSON at the most (as `\\u0001`)."""
 
 
 class Reply(Protocol):
@@ -55,7 +57,10 @@ class Joiner:
         """Take a piece; returns what is to be appended now."""
         if not self._max_bytes or not isinstance(piece, str | bytes):
             return [*self.take(), piece]
-        size = len(piece.encode("utf-8", "replace") if isinstance(piece, str) else piece)
+        try:
+            size = len(piece.encode() if isinstance(piece, str) else piece)
+        except UnicodeEncodeError:
+            return [*self.take(), piece]  # it cannot be stored: it fails alone
         full = self._held and (type(piece) is not type(self._held[0]) or self._size + size > self._max_bytes)
         ready = self.take() if full else []
         self._held.append(piece)
@@ -83,9 +88,12 @@ class Flow:
         *,
         join_seconds: float | None,
         join_bytes: int | None,
+        max_chunk_bytes: int,
     ) -> None:
-        joins = join_seconds is not None or join_bytes is not None
-        self._joiner = Joiner((join_bytes or _JOIN_BYTES) if joins else 0)
+        joins = bool(join_seconds or join_bytes)
+        # What is joined is not refused for its size.
+        largest = max(0, max_chunk_bytes - len('""')) // _ESCAPED_BYTES
+        self._joiner = Joiner(min(join_bytes or _JOIN_BYTES, largest) if joins else 0)
         self._join_seconds = join_seconds
         self._send = send
         self._start_timer = start_timer
@@ -100,7 +108,7 @@ class Flow:
             self._send_all(self._joiner.add(piece))
             if self._joiner.is_empty:
                 self._stop_timer()
-            elif self._timer is None and self._join_seconds is not None:
+            elif self._timer is None and self._join_seconds:
                 self._timer = self._start_timer(self._join_seconds, self.flush)
             while self._under_way and self._under_way[0].done():
                 self._settle(self._under_way.popleft())
@@ -112,10 +120,10 @@ class Flow:
             self._stop_timer()
             self._send_all(self._joiner.take())
 
-    def wait_for(self, *, at_end: bool = False) -> Reply | None:
-        """The oldest append under way, if it must be waited for: too many are, or nothing else will come."""
+    def wait_for(self, *, all_of_them: bool = False) -> Reply | None:
+        """The oldest append under way, if it must be waited for: all must be, or too many are under way."""
         with self._lock:
-            too_many = len(self._under_way) > (0 if at_end else _MAX_UNDER_WAY)
+            too_many = len(self._under_way) > (0 if all_of_them else _MAX_UNDER_WAY)
             return self._under_way[0] if too_many else None
 
     def settle(self) -> None:
