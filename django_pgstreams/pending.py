@@ -38,7 +38,6 @@ class Append:
         payload: bytes | None,
         reply: Any,
         loop: Any = None,
-        *,
         expected_offset: int | None = None,
         end: End | None = None,
     ) -> None:

@@ -39,6 +39,8 @@ class StreamWriter:
             raise ValueError(f"Stream {stream.key!r} must be saved before a StreamWriter can append to it.")
         self.stream = stream
         self._stream_id: int = stream.pk  # deleting the stream takes it from the instance
+        self._key = stream.key
+        self._content_type = stream.content_type
         self._using = using or router.db_for_write(Stream, instance=stream)
         self._max_chunk_bytes = conf.get().MAX_CHUNK_BYTES
         self._failures = 0
@@ -136,7 +138,7 @@ class StreamWriter:
 
     def _send(self, end: End | None, reply: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Send a marker, which is answered once everything before it is, or the stream's end."""
-        committer.add(self._using, Append(self._stream_id, self.stream.key, None, reply, loop, end=end))
+        committer.add(self._using, Append(self._stream_id, self._key, None, reply, loop, None, end))
 
     def _raise_failures(self, error: BaseException | None) -> None:
         """Raise the first append without a caller that failed, unless the block has failed itself."""
