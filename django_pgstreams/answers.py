@@ -63,6 +63,9 @@ def of_segment(segment: Segment, result: Result, answers: list[Answer], wake_ups
 
 def _answer_stored(segment: Segment, result: Outcome, answers: list[Answer]) -> None:
     offset = result.base
+    if len(segment.payloads) == len(segment.appends):
+        answers += zip(segment.appends, range(offset, offset + len(segment.appends)), strict=True)
+        return
     for append in segment.appends:
         if append.payload is not None:
             answers.append((append, offset))
@@ -142,5 +145,10 @@ def _reply(append: Append, value: Any) -> None:
 def _reply_all(answers: Sequence[Answer]) -> None:
     """In the event loop of the callers, some of whom may have been cancelled."""
     for append, value in answers:
-        if not append.reply.done():
-            _reply(append, value)
+        reply = append.reply
+        if reply.done():
+            continue
+        if isinstance(value, Exception):
+            reply.set_exception(value)
+        else:
+            reply.set_result(value)

@@ -138,9 +138,12 @@ class _Encoder(DjangoJSONEncoder):
         return super().default(o)
 
 
+_ENCODER = _Encoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+"""One for all: `json.dumps` would make one per value, which costs a third of its time."""
+
+
 def _dump(data: Any) -> bytes:
-    text = json.dumps(data, cls=_Encoder, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return text.encode()
+    return _ENCODER.encode(data).encode()
 
 
 def _encode_json(data: Any) -> bytes:

@@ -152,7 +152,7 @@ class Pending:
 
     def add(self, append: Append) -> None:
         """Put an append at the end of its lane, or outside if there is no room."""
-        if self.is_full:
+        if self._outside or self.size_bytes >= self._max_bytes:
             self._outside.append(append)
         else:
             self._enter(append)
