@@ -38,6 +38,7 @@ _LOCK_TURN_SECONDS = 0.5
 _SHORTEST_LOCK_WAIT_SECONDS = 0.02
 _STRAY_ATTEMPTS = 3
 _CLOSE_SECONDS = 5.0
+_CLOSED = Away("the writer was closed before it could be stored")
 
 
 class Committer:
@@ -51,6 +52,7 @@ class Committer:
         idle_seconds: float,
         lock_timeout_seconds: float,
         outage_seconds: float,
+        exit_seconds: float,
         max_pending_bytes: int,
     ) -> None:
         self._using = using
@@ -58,6 +60,7 @@ class Committer:
         self._idle_seconds = idle_seconds
         self._lock_timeout_seconds = lock_timeout_seconds
         self._outage_seconds = outage_seconds
+        self._exit_seconds = exit_seconds
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
         self._wanted_parked = threading.Condition(self._lock)
@@ -87,10 +90,8 @@ class Committer:
                 self._wanted.notify()
             if self._thread is None:
                 self._thread = self._start(self._run, "pgstreams-writer")
-                if self._thread is None:
-                    self._stop_at = time.monotonic() + self._lock_timeout_seconds
         if self._thread is None:
-            self._drain()
+            self._drain(time.monotonic() + self._exit_seconds)
         return True
 
     @property
@@ -101,10 +102,12 @@ class Committer:
     def _start(self, run: Callable[[], None], name: str) -> threading.Thread | None:
         thread = threading.Thread(target=run, name=name, daemon=True)
         try:
-            thread.start()
+            if not _process_ends:
+                thread.start()
+                return thread
         except RuntimeError:
-            return None  # the interpreter is shutting down
-        return thread
+            logger.debug("No thread can start any more: the interpreter is shutting down")
+        return None
 
     def close(self, timeout_seconds: float) -> None:
         """Store what waits, disconnect, and refuse what could not be stored in time."""
@@ -118,16 +121,24 @@ class Committer:
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     logger.warning("%s of %r did not stop in time", thread.name, self._using)
-        self._refuse_rest(Away("the writer was closed before it could"))
+        self._drain(deadline)
 
     # The threads -----------------------------------------------------------------------------------
 
-    def _session(self) -> Session:
-        return Session(self._using, timeout_seconds=self._timeout_seconds, keeps_trying=self._keeps_trying)
+    def _session(self, *, has_worked: bool = False) -> Session:
+        return Session(
+            self._using,
+            timeout_seconds=self._timeout_seconds,
+            keeps_trying=self._keeps_trying,
+            has_worked=has_worked,
+        )
 
     def _keeps_trying(self, failing_seconds: float) -> bool:
-        stopping = self._stop_at is not None and time.monotonic() >= self._stop_at
-        return not stopping and failing_seconds < self._outage_seconds
+        return not self._is_over() and failing_seconds < self._outage_seconds
+
+    def _is_over(self) -> bool:
+        """Whether the time for storing what is left has passed."""
+        return self._stop_at is not None and time.monotonic() >= self._stop_at
 
     def _run(self) -> None:
         session = self._session()
@@ -137,30 +148,31 @@ class Committer:
             else:
                 session.disconnect()
         session.close()
-        self._refuse_rest(Away("the writer was closed before it could"))
+        if self._is_over():
+            self._refuse_rest(_CLOSED)
 
     def _next_batch(self, is_connected: bool) -> list[Segment] | None:
         """What waits, once something does; an empty batch after a time of idleness; None to end."""
         with self._lock:
             while not self._pending.is_ready:
-                if self._stop_at is not None and not (self._pending and time.monotonic() < self._stop_at):
+                if self._stop_at is not None:
                     return None
                 self._sleeps = True
                 timeout = self._idle_seconds if is_connected else None
-                if self._stop_at is not None:
-                    timeout = max(0.0, self._stop_at - time.monotonic())  # for what is parked
                 if not self._wanted.wait(timeout) and self._stop_at is None and self._sleeps:
                     return []
             self._sleeps = False
-            if self._stop_at is not None and time.monotonic() >= self._stop_at:
+            if self._is_over():
                 return None
             return self._pending.take_batch(_BATCH_CHUNKS, _BATCH_BYTES)
 
     def _run_parked(self) -> None:
-        session = self._session()
+        session = self._session(has_worked=True)
         while (segment := self._next_parked()) is not None:
             self._store_parked(session, segment)
         session.close()
+        if self._is_over():
+            self._refuse_rest(_CLOSED)
 
     def _next_parked(self) -> Segment | None:
         """The parked lane whose turn it is, once there is one; None, and the thread ends, when idle."""
@@ -168,15 +180,20 @@ class Committer:
             while self._stop_at is None and not self._pending.parked:
                 if not self._wanted_parked.wait(self._idle_seconds):
                     break
-            if not self._pending.parked or (self._stop_at is not None and time.monotonic() >= self._stop_at):
+            if not self._pending.parked or self._is_over():
                 self._parked_thread = None
                 return None
             return self._pending.take_parked(_BATCH_CHUNKS, _BATCH_BYTES)
 
-    def _drain(self) -> None:
-        """Store what waits in the calling thread: no other can start any more."""
-        session = self._session()
-        while True:
+    def _drain(self, deadline: float) -> None:
+        """Store what the threads have left in the calling thread; refuse the rest."""
+        session = Session(
+            self._using,
+            timeout_seconds=min(self._timeout_seconds, max(0.0, deadline - time.monotonic())),
+            keeps_trying=lambda _: time.monotonic() < deadline,
+            has_worked=True,
+        )
+        while time.monotonic() < deadline:
             with self._lock:
                 batch = self._pending.take_batch(_BATCH_CHUNKS, _BATCH_BYTES)
                 parked = None if batch else self._pending.take_parked(_BATCH_CHUNKS, _BATCH_BYTES)
@@ -187,6 +204,7 @@ class Committer:
             else:
                 break
         session.close()
+        self._refuse_rest(_CLOSED)
 
     # Storing ---------------------------------------------------------------------------------------
 
@@ -194,6 +212,9 @@ class Committer:
         self.batches += 1
         results = self._attempt(session, [segment for segment in batch if not segment.is_empty])
         self._conclude(batch, results)
+        lost = next((result for result in results if isinstance(result, Away)), None)
+        if lost is not None:
+            self._refuse_rest(lost)
 
     def _store_parked(self, session: Session, segment: Segment) -> None:
         """Wait for a parked stream's row for a while, and store its appends if it is free in time."""
@@ -276,9 +297,6 @@ class Committer:
         answers.send(replies)
         with self._lock:
             self._take_back(concluded)
-        lost = next((result for _, result, _ in concluded if isinstance(result, Away)), None)
-        if lost is not None:
-            self._refuse_rest(lost)
 
     def _take_back(self, concluded: list[tuple[Segment, answers.Result, int]]) -> None:
         """Give lanes back to where they belong, and wake who is to work on them."""
@@ -292,25 +310,21 @@ class Committer:
             self._wanted_parked.notify()
             if self._parked_thread is None:
                 self._parked_thread = self._start(self._run_parked, "pgstreams-writer-parked")
-        if self._stop_at is not None or (self._pending.is_ready and self._sleeps):
+        if self._pending.is_ready and self._sleeps:
             self._wanted.notify()
 
     def _refuse_rest(self, reason: Away) -> None:
         """Refuse all that is not in a batch: nothing of it was sent."""
-        while True:
-            with self._lock:
-                rest = self._pending.take_all()
-            if not rest:
-                return
-            replies: list[answers.Answer] = []
-            counts = [answers.of_segment(segment, reason, replies, []) for segment in rest]
-            logger.warning(
-                "%d appends to streams of %r were not stored: %s", len(replies), self._using, reason
-            )
-            answers.send(replies)
-            with self._lock:
-                for segment, count in zip(rest, counts, strict=True):
-                    self._pending.finish(segment, count)
+        with self._lock:
+            rest = self._pending.take_all()
+        replies: list[answers.Answer] = []
+        counts = [answers.of_segment(segment, reason, replies, []) for segment in rest]
+        answers.send(replies)
+        with self._lock:
+            for segment, count in zip(rest, counts, strict=True):
+                self._pending.finish(segment, count)
+            if self._pending.is_ready and self._sleeps:
+                self._wanted.notify()
 
     def _announce(self, wake_ups: list[WakeUp]) -> None:
         try:
@@ -325,6 +339,7 @@ class Committer:
 _lock = threading.Lock()
 _committers: dict[str, Committer] = {}
 _at_exit = False
+_process_ends = False
 
 
 def get(using: str) -> Committer:
@@ -340,6 +355,7 @@ def get(using: str) -> Committer:
                 idle_seconds=settings.IDLE_SECONDS,
                 lock_timeout_seconds=settings.WRITER_LOCK_TIMEOUT_SECONDS,
                 outage_seconds=settings.WRITER_OUTAGE_SECONDS,
+                exit_seconds=settings.EXIT_FLUSH_SECONDS,
                 max_pending_bytes=settings.WRITER_MAX_PENDING_BYTES,
             )
             if not _at_exit:
@@ -371,14 +387,16 @@ def close_all(timeout_seconds: float = _CLOSE_SECONDS) -> None:
 
 
 def _close_at_exit() -> None:
+    global _process_ends
+    _process_ends = True  # what is appended yet is stored in the caller's thread: nobody closes again
     close_all(conf.get().EXIT_FLUSH_SECONDS)
 
 
 def _forget() -> None:
-    global _lock, _committers, _at_exit
+    global _lock, _committers, _at_exit, _process_ends
     _lock = threading.Lock()
     _committers = {}
-    _at_exit = False
+    _at_exit = _process_ends = False
 
 
 background.after_fork(_forget)

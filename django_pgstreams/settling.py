@@ -57,14 +57,24 @@ class Away(Exception):
 class Session:
     """One connection of a writer, and the writer's row that goes with it. One thread uses it."""
 
-    def __init__(self, using: str, *, timeout_seconds: float, keeps_trying: Callable[[float], bool]) -> None:
-        """`keeps_trying` is asked after failures: whether to go on, after so many seconds without success."""
+    def __init__(
+        self,
+        using: str,
+        *,
+        timeout_seconds: float,
+        keeps_trying: Callable[[float], bool],
+        has_worked: bool = False,
+    ) -> None:
+        """`keeps_trying` is asked after failures: whether to go on, after so many seconds without success.
+
+        A database that has never been reached is not waited for, unless it `has_worked` for others.
+        """
         self._using = using
         self._timeout_seconds = timeout_seconds
         self._keeps_trying = keeps_trying
         self._connection: database.Connection | None = None
         self._needs_transaction = False
-        self._worked_before = False
+        self._has_worked = has_worked
         self._failing_since: float | None = None
         self._begin_anew()
 
@@ -92,37 +102,36 @@ class Session:
             sent = False
             try:
                 connection = self._connect()
-                if unsettled and (settled := self._settle(connection, segments)) is not None:
-                    return settled
-                unsettled = False
-                sent = True
-                outcomes = self._send(connection, segments, lock_timeout_seconds)
+                outcomes = self._settle(connection, segments) if unsettled else None
+                if outcomes is None:
+                    unsettled = False
+                    sent = True
+                    outcomes = self._send(connection, segments, lock_timeout_seconds)
+            except psycopg.errors.DivisionByZero as error:
+                self._begin_anew()  # its row is gone, as that of a writer that was taken for dead
+                failures += 1
+                if failures > 1:
+                    self._wait_or_raise(failures, False, error)
             except _LOST as error:
                 certain = _is_certain(error, self._connection)
-                if certain and not unsettled:
-                    self._raise_refusal(error)
+                if certain and not unsettled and not isinstance(error, _PASSING):
+                    raise
                 unsettled = unsettled or (sent and not certain)
                 failures += 1
                 self.disconnect()
                 self._wait_or_raise(failures, unsettled, error)
             else:
-                self._failing_since = None
-                self._worked_before = True
+                if self._failing_since is not None:
+                    self._failing_since = None
+                    logger.info("The writer of %r stores again", self._using)
                 return outcomes
-
-    def _raise_refusal(self, error: Exception) -> None:
-        """Raise what the server refuses for good; what may pass is tried again."""
-        if isinstance(error, psycopg.errors.DivisionByZero):
-            self._begin_anew()  # the row is gone, as that of a writer that was taken for dead
-        elif not isinstance(error, _PASSING):
-            raise error
 
     def _wait_or_raise(self, failures: int, unsettled: bool, error: Exception) -> None:
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
-            logger.warning("The writer of %r lost its connection: %s", self._using, error)
-        if not self._keeps_trying(now - self._failing_since) or not self._worked_before:
+            logger.warning("Appends of %r wait: the writer failed, and tries again: %s", self._using, error)
+        if not self._keeps_trying(now - self._failing_since) or not self._has_worked:
             if unsettled:
                 self._begin_anew()  # a backend may be at the old row yet
                 raise AppendUnknown(_UNKNOWN) from error
@@ -181,12 +190,14 @@ class Session:
         ]
 
     def step_over(self, stream_id: int) -> None:
-        """Raise a stream's counter past chunks that something else stored. Raises what `store` does."""
+        """Raise a stream's counter past chunks that something else stored, unless its row is locked.
+
+        When the connection is lost, so be it: whoever stores next finds the chunks in the way again.
+        """
         try:
             self._execute(self._connect(), sql.STEP_OVER, [str(stream_id)])
-        except _LOST as error:
+        except _LOST:
             self.disconnect()
-            raise Away(str(error)) from error
 
     # The connection --------------------------------------------------------------------------------
 
@@ -201,6 +212,7 @@ class Session:
             self._execute(connection, sql.FORGET_OLD_WRITERS)
             self._execute(connection, sql.REGISTER_WRITER, [self._id])
             self._is_registered = True
+        self._has_worked = True
         return connection
 
     def disconnect(self) -> None:
@@ -223,7 +235,6 @@ _PASSING = (
     psycopg.errors.ReadOnlySqlTransaction,  # a standby, perhaps about to be promoted
     psycopg.errors.DeadlockDetected,
     psycopg.errors.SerializationFailure,
-    psycopg.errors.DivisionByZero,
 )
 _UNKNOWN = (
     "The connection was lost while this was being stored, and whether it is could not be found out; "
