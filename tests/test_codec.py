@@ -10,6 +10,7 @@ import json
 import uuid
 
 import pytest
+from django.core.serializers.json import DjangoJSONEncoder
 from django.utils.translation import gettext_lazy
 
 from django_pgstreams import codec
@@ -280,3 +281,26 @@ def test_a_payload_made_elsewhere_is_taken_as_it_is(content_type, payload):
 )
 def test_text_for_a_column_loses_only_what_postgres_cannot_store(text, stored):
     assert codec.storable_text(text) == stored
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"a": [1, 2.5, {"b": None, "c": True}], "d": "é\u2028\x00"},
+        {1: 1, None: 2, True: 3, 1.5: 4},
+        [datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), decimal.Decimal("1.10"), uuid.UUID(int=1)],
+        [[], {}, "", 10**30, -0.0, 1e300],
+    ],
+)
+def test_the_encoder_made_once_writes_what_djangos_would(data):
+    plain = json.dumps(
+        data, cls=DjangoJSONEncoder, allow_nan=False, ensure_ascii=False, separators=(",", ":")
+    )
+    assert codec.encode("application/json", data) == plain.encode()
+
+
+def test_a_cycle_is_refused():
+    cycle: list[object] = []
+    cycle.append({"again": cycle})
+    with pytest.raises(InvalidPayload, match="cannot be stored as JSON"):
+        codec.encode("application/json", cycle)
