@@ -1,0 +1,106 @@
+"""What writers do, the same for every peer: distinct payloads, appended in turn to the streams they own.
+
+Invariant: a stream has one writer, which waits for each append's acknowledgement before its next. So the
+order of a stream is known, whatever the peer promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.shared.talking import hear, say
+
+STREAMS = 64
+TEXT = "a chunk of an answer"
+
+
+def payload(stream: int, number: int) -> dict[str, Any]:
+    """The chunk of that number: over 40 bytes of JSON, with the time (`CLOCK_MONOTONIC`) of its append."""
+    return {"stream": stream, "number": number, "at": time.monotonic(), "text": TEXT}
+
+
+def key(stream: int) -> str:
+    """The name of a stream, for peers that give streams names."""
+    return f"answer-{stream}"
+
+
+class Work:
+    """The work of one process: some of the writers, each with every n-th stream."""
+
+    def __init__(self, mine: range, writers: int) -> None:
+        self.mine = mine
+        """The numbers of this process's writers."""
+        self._writers = writers
+        self._next = dict.fromkeys(range(STREAMS), 0)
+        self._deadline = 0.0
+        self._started = 0.0
+
+    def streams(self, writer: int) -> range:
+        """The streams of a writer."""
+        return range(writer, STREAMS, self._writers)
+
+    def first(self, writer: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """One chunk for each stream of a writer, by which readers show that they follow."""
+        for stream in self.streams(writer):
+            yield stream, payload(stream, 0)
+            self._next[stream] = 1
+
+    def chunks(self, writer: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The streams and chunks to append, until time is up. Asking for the next acknowledges the last."""
+        while True:
+            for stream in self.streams(writer):
+                if time.monotonic() >= self._deadline:
+                    return
+                number = self._next[stream]
+                yield stream, payload(stream, number)
+                self._next[stream] = number + 1
+
+    def wait_for_readers(self) -> None:
+        """Say that the streams are there to be followed, and return when they are. Blocks."""
+        say("ready")
+        hear()
+
+    def wait_for_go(self) -> None:
+        """Say that the first chunks are written, and return when the time begins. Blocks."""
+        say("warm")
+        seconds = hear()["seconds"]
+        self._started = time.monotonic()
+        self._deadline = self._started + seconds
+
+    def done(self) -> None:
+        """Say how many chunks of each stream are acknowledged, the first ones included."""
+        owned = {stream: self._next[stream] for writer in self.mine for stream in self.streams(writer)}
+        say({"acknowledged": owned, "started": self._started, "ended": time.monotonic()})
+
+
+def run_threads(work: Work, append: Callable[[int, dict[str, Any]], object]) -> None:
+    """Run the writers as threads."""
+
+    def run(chunks: Iterator[tuple[int, dict[str, Any]]]) -> None:
+        for stream, data in chunks:
+            append(stream, data)
+
+    work.wait_for_readers()
+    with ThreadPoolExecutor(len(work.mine)) as pool:
+        list(pool.map(run, [work.first(writer) for writer in work.mine]))
+        work.wait_for_go()
+        list(pool.map(run, [work.chunks(writer) for writer in work.mine]))
+    work.done()
+
+
+async def run_tasks(work: Work, append: Callable[[int, dict[str, Any]], Awaitable[object]]) -> None:
+    """Run the writers as tasks of one event loop."""
+
+    async def run(chunks: Iterator[tuple[int, dict[str, Any]]]) -> None:
+        for stream, data in chunks:
+            await append(stream, data)
+
+    await asyncio.to_thread(work.wait_for_readers)
+    await asyncio.gather(*(run(work.first(writer)) for writer in work.mine))
+    await asyncio.to_thread(work.wait_for_go)
+    await asyncio.gather(*(run(work.chunks(writer)) for writer in work.mine))
+    work.done()
