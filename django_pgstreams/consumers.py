@@ -24,7 +24,7 @@ from . import codec, conf, hub, permissions, wire
 from .exceptions import InvalidKey, StreamBusy, StreamClosed, StreamMissing
 from .follower import Chunks, Closed, Event, Gap, Live, Reset
 from .models import Stream
-from .pages import StoredChunk
+from .pages import Run
 from .sockets import Socket
 from .wire import BadFrame, ClientFrame
 
@@ -51,7 +51,10 @@ class _Unreadable(Exception):
 class _Subscribed:
     """One stream followed over this socket."""
 
-    def __init__(self, offset: int | str) -> None:
+    def __init__(self, key: str, offset: int | str) -> None:
+        self.key = key
+        self.content_type = ""  # once the stream is known
+        self.max_frame_bytes = conf.get().MAX_FRAME_BYTES
         self.task: asyncio.Task[None] | None = None
         # The position after the last chunk that was sent; a client may acknowledge where it starts at once.
         self.sent = max(0, offset) if isinstance(offset, int) else 0
@@ -105,10 +108,10 @@ class StreamConsumer(Socket):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(conf.get().HEARTBEAT_SECONDS)
-            await self.send(text_data=wire.frame("ping"))
+            await self.send(wire.frame("ping"))
 
     async def _error(self, code: str, message: str, stream: str | None = None) -> None:
-        await self.send(text_data=wire.frame("error", stream, code=code, message=message))
+        await self.send(wire.frame("error", stream, code=code, message=message))
 
     # Frames from the client ------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class StreamConsumer(Socket):
                 frame.stream,
             )
             return
-        subscribed = self._subscriptions[frame.stream] = _Subscribed(frame.offset)
+        subscribed = self._subscriptions[frame.stream] = _Subscribed(frame.stream, frame.offset)
         subscribed.task = self._spawn(self._serve(frame, subscribed), "pgstreams-subscription")
 
     async def _ack(self, frame: ClientFrame) -> None:
@@ -250,54 +253,57 @@ class StreamConsumer(Socket):
         using = router.db_for_write(Stream, instance=stream)
         follower = hub.get(using).follow(stream.pk, position, known or stream.epoch)
         try:
-            subscribed.sent = position
-            await self.send(text_data=_subscribed_frame(key, stream, position))
+            subscribed.sent, subscribed.content_type = position, stream.content_type
+            await self.send(_subscribed_frame(key, stream, position))
             while True:
-                event = await follower.next()
-                await self._send_event(key, stream.content_type, event, subscribed)
+                event = follower.poll()
+                if event is not None:
+                    # A server may take frames without ever yielding; others want their turn.
+                    await asyncio.sleep(0)
+                while event is None:
+                    event = await follower.later()
+                await self._send_event(event, subscribed)
                 if isinstance(event, Closed):
                     return CLOSE_ENDED
-                # A server may take frames without ever yielding; others want their turn.
-                await asyncio.sleep(0)
         finally:
             follower.close()
 
-    async def _send_event(self, key: str, content_type: str, event: Event, subscribed: _Subscribed) -> None:
+    async def _send_event(self, event: Event, subscribed: _Subscribed) -> None:
+        key = subscribed.key
         match event:
             case Chunks(chunks):
-                await self._send_chunks(key, content_type, chunks, subscribed)
+                await self._send_chunks(chunks, subscribed)
             case Live(offset):
-                await self.send(text_data=wire.frame("live", key, offset=offset))
+                await self.send(wire.frame("live", key, offset=offset))
             case Gap(requested, first):
                 subscribed.sent = first
-                await self.send(text_data=wire.frame("gap", key, requested=requested, first=first))
+                await self.send(wire.frame("gap", key, requested=requested, first=first))
             case Reset(epoch):
                 subscribed.sent = subscribed.acked = 0
-                await self.send(text_data=wire.frame("reset", key, epoch=epoch))
+                await self.send(wire.frame("reset", key, epoch=epoch))
             case Closed(offset, state, reason):
                 reason = reason[:_MAX_REASON_CHARACTERS]
-                await self.send(
-                    text_data=wire.frame("closed", key, offset=offset, state=state, reason=reason)
-                )
+                await self.send(wire.frame("closed", key, offset=offset, state=state, reason=reason))
 
-    async def _send_chunks(
-        self, key: str, content_type: str, chunks: list[StoredChunk], subscribed: _Subscribed
-    ) -> None:
+    async def _send_chunks(self, chunks: Run, subscribed: _Subscribed) -> None:
         """Send chunks up to one that has no place in a frame. Raises `_Unreadable` for that one."""
         texts = []
         unreadable = None
-        for chunk in chunks:
+        content_type = subscribed.content_type
+        for offset, payload in enumerate(chunks.payloads, chunks.first):
             try:
-                texts.append(codec.splice(content_type, chunk.payload))
+                texts.append(codec.splice(content_type, payload))
             except UnicodeDecodeError as error:
                 unreadable = (
-                    f"Chunk {chunk.offset} is not UTF-8 text, as {content_type} has to be ({error.reason}); "
-                    f"subscribe from {chunk.offset + 1} to leave it out."
+                    f"Chunk {offset} is not UTF-8 text, as {content_type} has to be ({error.reason}); "
+                    f"subscribe from {offset + 1} to leave it out."
                 )
                 break
-        for text, position in wire.chunk_frames(key, chunks[0].offset, texts, conf.get().MAX_FRAME_BYTES):
+        for text, position in wire.chunk_frames(
+            subscribed.key, chunks.first, texts, subscribed.max_frame_bytes
+        ):
             subscribed.sent = position  # before the send: the acknowledgement may be quick
-            await self.send(text_data=text)
+            await self.send(text)
         if unreadable is not None:
             raise _Unreadable(unreadable)
 

@@ -53,6 +53,15 @@ class Socket(AsyncWebsocketConsumer):
         self._end()
         await self._wait_for_tasks()
 
+    async def send(  # type: ignore[override]  # as Channels' own websocket consumers do
+        self, text_data: str | None = None, bytes_data: bytes | None = None, close: bool = False
+    ) -> None:
+        """Channels', which takes two more steps for each frame: they would be a tenth of a frame's cost."""
+        if text_data is None or close:
+            await super().send(text_data, bytes_data, close)
+        else:
+            await self._deliver({"type": "websocket.send", "text": text_data})
+
     async def _deliver(self, message: Any) -> None:
         """The server's `send`, which nothing follows after a close, and which a client may leave at any time.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
@@ -153,14 +153,19 @@ def _shown(value: object) -> str:
 
 # Frames from the server ----------------------------------------------------------------------------
 
+_MAX_CHARACTER_BYTES = 4
 _FRAME_HEAD_BYTES = 100
 """What a `chunks` frame has around its data, besides the stream's name: 93 bytes with the longest numbers."""
+
+
+# Made once: `json.dumps` would make one for each frame.
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def frame(kind: str, stream: str | None = None, **fields: Any) -> str:
     """A frame without payload. `None` for the stream leaves it out."""
     about = {} if stream is None else {"stream": stream}
-    return json.dumps({"type": kind, **about, **fields}, separators=(",", ":"))
+    return _as_json({"type": kind, **about, **fields})
 
 
 def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) -> Iterator[tuple[str, int]]:
@@ -168,7 +173,7 @@ def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) 
 
     `data` is each chunk's JSON text (`codec.splice`). A frame has at most `max_bytes`, or a single chunk.
     """
-    name = json.dumps(stream)
+    name = _as_json(stream)
     at = offset
     for run in _runs(data, max_bytes - len(name) - _FRAME_HEAD_BYTES):
         head = f'{{"type":"chunks","stream":{name},"offset":{at},"next":{at + len(run)},"data":['
@@ -176,8 +181,11 @@ def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) 
         yield f"{head}{','.join(run)}]}}", at
 
 
-def _runs(texts: Iterable[str], max_bytes: int) -> Iterator[list[str]]:
+def _runs(texts: Sequence[str], max_bytes: int) -> Iterator[Sequence[str]]:
     """The texts in runs of at most `max_bytes` UTF-8 bytes, commas between them included, or of one text."""
+    if texts and sum(map(len, texts)) * _MAX_CHARACTER_BYTES + len(texts) <= max_bytes:
+        yield texts  # as nearly always
+        return
     run: list[str] = []
     size = 0
     for text in texts:
