@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import psycopg
 
-from benchmarks import latency, orm, scale
+from benchmarks import latency, orm, peers, scale, writer
 from benchmarks.shared.errors import BenchmarkError
 from benchmarks.shared.reporting import save_plot, table
 from benchmarks.shared.results import Bar, Result, median_result, report
@@ -27,7 +27,13 @@ RESULTS = Path(__file__).resolve().parent / "results"
 RUNS_OF_A_CHECK = 3
 
 # What each module defines: see `benchmarks`.
-BENCHMARKS: dict[str, ModuleType] = {"latency": latency, "orm": orm, "scale": scale}
+BENCHMARKS: dict[str, ModuleType] = {
+    "latency": latency,
+    "orm": orm,
+    "peers": peers,
+    "scale": scale,
+    "writer": writer,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
