@@ -1,7 +1,7 @@
 """A relay, started with its settings by default, as `manage.py pgstreams relay` does.
 
-Each line asks what it has done so far: it says how often it has looked, and the seconds of processor time
-that this has taken.
+Each line asks what it has done so far: it says how often it has announced something, and the seconds of
+processor time that this has taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     relay.start()
     while True:
         hear()
-        say({"looks": relay.looks, "cpu_seconds": time.process_time()})
+        say({"flushes": relay.flushes, "cpu_seconds": time.process_time()})
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def _store(database: Database, seconds: float, what: str) -> Iterator[Callable[[
 
 
 def _relay(database: Database, size: int, seconds: float) -> Costs:
-    """A look's processor time, at both ends, while some streams move."""
+    """The processor time, at both ends, of a look that announces something, while some streams move."""
     with Program(database.address, "benchmarks.scale_relay") as relay:
 
         def asked() -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _relay(database: Database, size: int, seconds: float) -> Costs:
             answer: dict[str, Any] = relay.hear(PATIENCE_SECONDS)
             return answer
 
-        while (before := asked())["looks"] < 2:
+        while not (before := asked())["flushes"]:
             time.sleep(0.05)
         server = ServerTime(database, "pgstreams-relay")
         until = time.monotonic() + seconds
@@ -90,4 +90,4 @@ def _relay(database: Database, size: int, seconds: float) -> Costs:
     if at_server is None:
         return {}
     own = (after["cpu_seconds"] - before["cpu_seconds"]) * 1000
-    return {"relay's look, CPU ms": (own + at_server) / (after["looks"] - before["looks"])}
+    return {"relay's look, CPU ms": (own + at_server) / (after["flushes"] - before["flushes"])}

@@ -7,6 +7,7 @@ and number.
 from __future__ import annotations
 
 import itertools
+import time
 
 import django
 
@@ -21,7 +22,8 @@ TEXT = "About as many words as a language model says at once"
 
 def main() -> None:
     streams = {stream.key: stream for stream in Stream.objects.all()}
-    numbers = itertools.count(10**12)
+    # None is one that an earlier writer gave to a chunk of the same stream.
+    numbers = itertools.count(time.monotonic_ns())
     while True:
         keys = hear()
         chunks = {key: {"number": next(numbers), "text": TEXT} for key in keys}
