@@ -1,0 +1,49 @@
+"""What the tests of `StreamWriter` share: rows that are held, what is stored, and what a writer leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+
+from django_pgstreams.models import Stream
+from tests.following import connect, query
+
+
+def stored(stream: Stream) -> list[Any]:
+    """The values of a JSON stream as another session sees them; fails unless they are contiguous."""
+    rows = query('SELECT "offset", payload FROM pgstreams_chunk WHERE stream_id = %s ORDER BY 1', stream.pk)
+    assert [offset for offset, _ in rows] == list(range(len(rows)))
+    [(tail,)] = query("SELECT next_offset FROM pgstreams_stream WHERE id = %s", stream.pk)
+    assert tail == len(rows)
+    return [json.loads(bytes(payload)) for _, payload in rows]
+
+
+@contextlib.contextmanager
+def held(*streams: Stream) -> Iterator[psycopg.Connection[Any]]:
+    """A transaction that holds the rows of streams; it ends with the block, or before by the test."""
+    with connect() as own:
+        own.execute("BEGIN")
+        for stream in streams:
+            own.execute("SELECT FROM pgstreams_stream WHERE id = %s FOR UPDATE", (stream.pk,))
+        yield own
+        own.execute("ROLLBACK")
+
+
+def is_stored(stream: Stream, count: int) -> bool:
+    """Whether so many chunks are stored."""
+    [(tail,)] = query("SELECT next_offset FROM pgstreams_stream WHERE id = %s", stream.pk)
+    return bool(tail >= count)
+
+
+def writer_rows() -> list[tuple[Any, ...]]:
+    """The rows of this database's writers: id, seq, batch."""
+    return query("SELECT id, seq, batch FROM pgstreams_writer ORDER BY used_at")
+
+
+def make_streams(count: int, name: str = "stream", **fields: Any) -> list[Stream]:
+    """New streams."""
+    return [Stream.objects.create(key=f"{name}/{number}", **fields) for number in range(count)]
