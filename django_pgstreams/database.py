@@ -145,12 +145,17 @@ def execute(
         _wait(link, selectors.EVENT_READ | selectors.EVENT_WRITE, deadline)
         link.consume_input()
     rows: list[list[str | None]] = []
+    error: psycopg.Error | None = None
     while (result := _next_result(link, deadline)) is not None:
         if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
-            raise psycopg.errors.error_from_result(result)
+            # Read on: until there is no more, the connection is not ready for another statement.
+            error = error or psycopg.errors.error_from_result(result)
+            continue
         for row in range(result.ntuples):
             cells = (result.get_value(row, column) for column in range(result.nfields))
             rows.append([None if cell is None else cell.decode() for cell in cells])
+    if error is not None:
+        raise error
     return rows
 
 
