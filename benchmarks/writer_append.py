@@ -1,9 +1,9 @@
 """The producers: append through `StreamWriter` until the time is over, and check each offset.
 
 A line asks for a case: `name`, `producers`, `in_flight`, `threads`, `seconds`. It says the streams' keys,
-each with a first chunk, which shows a reader that it follows. After another line it appends, and says for each
-stream how many were acknowledged (the first chunk too), how many in all but the first, in which time, with
-which cores, and the spread of the milliseconds from call to acknowledgement. Then it ends the streams.
+each with a first chunk, which shows a reader that it follows. After another line it appends, and says for
+each stream how many were acknowledged (the first chunk too), how many in all but the first, in which time,
+with which cores, and the spread of the milliseconds from call to acknowledgement. Then it ends the streams.
 
 Each stream's numbers count from 0 in the order of the calls, and so must its offsets.
 """
