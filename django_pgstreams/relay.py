@@ -1,0 +1,178 @@
+"""The relay: finds what nobody announced, such as what raw SQL has stored, and sends batched wake-ups.
+
+It compares the tails of all open streams with those it last announced (`watch`). It does not go by times: a
+transaction that commits late brings old ones, but a tail that differs, whenever that is seen.
+
+Invariant: whatever commits is announced after the next look that succeeds, and a look is skipped only when
+nothing at all has committed since the last one began. Interleavings that matter:
+
+- a transaction commits during a look: the snapshot, taken first, leaves it out, and the next one differs;
+- it commits long after its statements: ids and times are old, but the tail is not the announced one;
+- it rolls back: nothing differs, and nothing is announced;
+- a stream gets its last chunk and ends, or is deleted, between two looks: it is no longer open, and is
+  announced as changed, so that its readers look whatever tail they know;
+- a stream is made and ends between two looks: new streams that have ended are looked at too. The poll finds
+  what is left: a stream that is made and deleted between two looks, or that was made in a transaction of more
+  than ten seconds and ends before the first look after that;
+- a look or an announcement fails, or its reply is lost: nothing counts as announced, and the next look finds
+  the same and more; what is announced twice is a hint too many;
+- the relay starts: it cannot know what was announced, so everything is, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import psycopg
+
+from . import arrays, database, sql, wire
+from .buffer import Batch, Buffer, WakeUp
+from .watch import Block, Watch
+
+logger = logging.getLogger(__name__)
+
+_ROLE = "relay"
+_LONGEST_BACKOFF_SECONDS = 1.0
+_REST_PER_LOOK = 0.5
+_REST_PER_VAIN_LOOK = 4.0
+_MAX_REST_SECONDS = 0.25
+_EXPECTED = (psycopg.Error, TimeoutError, OSError)
+
+
+class Relay:
+    """Announces what changes in one database, in a thread of its own, until it is closed."""
+
+    def __init__(
+        self,
+        using: str,
+        *,
+        channel: str,
+        interval_seconds: float,
+        idle_interval_seconds: float,
+        timeout_seconds: float,
+    ) -> None:
+        self._using = using
+        self._channel = channel
+        self._interval_seconds = interval_seconds
+        self._idle_interval_seconds = max(interval_seconds, idle_interval_seconds)
+        self._timeout_seconds = timeout_seconds
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pgstreams-relay", daemon=True)
+        self._connection: database.Connection | None = None
+        self._watch: Watch | None = None
+        self._snapshot: str | None = None
+        self.looks = 0
+        self.flushes = 0
+
+    def start(self) -> None:
+        """Begin; also while the server is away."""
+        self._thread.start()
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Stop and disconnect; False if the server does not let go of it in time."""
+        self._stopping.set()
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    # The thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        rest = 0.0
+        while not self._stopping.wait(rest):
+            try:
+                rest = self._pace(rest)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the next look finds as much
+                failures += 1
+                self._give_up(failures, error)
+                rest = database.backoff_seconds(failures, _LONGEST_BACKOFF_SECONDS)
+            else:
+                if failures:
+                    logger.info("The relay of %r works again", self._using)
+                failures = 0
+        self._disconnect()
+
+    def _give_up(self, failures: int, error: Exception) -> None:
+        self._disconnect()
+        if failures == 1 and not self._stopping.is_set():
+            logger.warning(
+                "The relay of %r cannot look, and tries again: %s",
+                self._using,
+                error,
+                exc_info=not isinstance(error, _EXPECTED),
+            )
+
+    def _pace(self, rested: float) -> float:
+        """Look once; how long to rest then, given the last rest: shorter while things move."""
+        began = time.monotonic()
+        announced = self._look()
+        took = time.monotonic() - began
+        if announced:
+            return max(self._interval_seconds, min(_REST_PER_LOOK * took, _MAX_REST_SECONDS))
+        slower = min(max(2 * rested, self._interval_seconds), self._idle_interval_seconds)
+        return max(slower, min(_REST_PER_VAIN_LOOK * took, _MAX_REST_SECONDS))
+
+    def _look(self) -> bool:
+        """Announce what has changed since the last look; whether anything has."""
+        [[snapshot]] = self._ask(sql.SNAPSHOT)
+        if snapshot == self._snapshot:
+            return False
+        watch = self._watch or Watch(int(self._ask(sql.HIGHEST_STREAM)[0][0] or 0), time.monotonic())
+        changed = watch.changed(self._digests(watch))
+        read = self._blocks(watch, changed)
+        batch = self._batch(watch.wake_ups(changed, read))
+        if batch is not None:
+            self._announce(batch)
+        watch.accept(changed, read, time.monotonic())
+        if self._watch is None:
+            logger.info("The relay of %r watches %d open streams", self._using, len(watch))
+        self._watch, self._snapshot = watch, snapshot
+        return batch is not None
+
+    def _digests(self, watch: Watch) -> dict[int, str]:
+        rows = self._ask(sql.WATCHED_DIGESTS, str(watch.mark))
+        return {int(number or 0): digest or "" for number, digest in rows}
+
+    def _blocks(self, watch: Watch, numbers: Sequence[int]) -> dict[int, Block]:
+        """These blocks, as far as they hold anything."""
+        if not numbers:
+            return {}
+        rows = self._ask(
+            sql.WATCHED_BLOCKS, str(watch.mark), arrays.bigints(numbers), str(numbers[0]), str(numbers[-1])
+        )
+        blocks = {}
+        for number, digest, ids, positions in rows:
+            streams = dict(zip(_integers(ids), _integers(positions), strict=True))
+            blocks[int(number or 0)] = Block(digest or "", streams)
+        return blocks
+
+    def _batch(self, wake_ups: Iterable[WakeUp]) -> Batch | None:
+        """What to announce; everything at first, and in place of very many."""
+        buffer = Buffer()
+        buffer.restore(Batch(tuple(wake_ups) if self._watch else (), everything=self._watch is None))
+        return buffer.take() if buffer else None
+
+    def _announce(self, batch: Batch) -> None:
+        self._ask(sql.NOTIFY, self._channel, arrays.texts(wire.pack(batch)))
+        self.flushes += 1
+
+    def _ask(self, statement: str, *values: str | arrays.Array) -> list[list[str | None]]:
+        if self._connection is None:
+            self._snapshot = None  # those of another server, or of another life of it, say nothing
+            self._connection = database.connect(self._using, _ROLE, timeout_seconds=self._timeout_seconds)
+        return database.execute(self._connection, statement, values, timeout_seconds=self._timeout_seconds)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error):
+                connection.close()
+
+
+def _integers(array: str | None) -> Iterator[int]:
+    """The numbers in the text of an array of Postgres."""
+    return map(int, (array or "{}")[1:-1].split(","))
