@@ -79,10 +79,12 @@ class Notifier:
         with self._condition:
             if self._stopping:
                 return False
+            thread_waits = not self._buffer
             self._buffer.add(wake_ups)
             if self._thread is None or not self._thread.is_alive():
                 self._start()
-            self._condition.notify()
+            if thread_waits:
+                self._condition.notify()
             return True
 
     def _start(self) -> None:

@@ -83,15 +83,9 @@ def _append(
     expected_offset: int | None,
     close: bool,
 ) -> Counters:
-    parameters = {
-        "stream_id": stream_id,
-        "payloads": payloads,
-        "count": len(payloads),
-        "expected_offset": expected_offset,
-        "close": close,
-    }
+    statement, parameters = _append_statement(stream_id, payloads, expected_offset, close)
     for _ in range(_ATTEMPTS):
-        row = _fetch(using, sql.APPEND, parameters)
+        row = _fetch(using, statement, parameters)
         if row is not None:
             return Counters(*row)
         found = counters(using, stream_id, key)
@@ -108,6 +102,20 @@ def _append(
         f"Stream {key!r} keeps getting chunks that do not advance its counter: "
         "another program inserts rows into it; let it append through the app."
     )
+
+
+def _append_statement(
+    stream_id: int | None, payloads: list[bytes], expected_offset: int | None, close: bool
+) -> tuple[str, dict[str, Any]]:
+    if len(payloads) == 1 and expected_offset is None and not close:
+        return sql.APPEND_ONE, {"stream_id": stream_id, "payload": payloads[0]}
+    return sql.APPEND, {
+        "stream_id": stream_id,
+        "payloads": payloads,
+        "count": len(payloads),
+        "expected_offset": expected_offset,
+        "close": close,
+    }
 
 
 def close(
