@@ -74,8 +74,7 @@ class PostgresProxy:
                     continue
                 server = self._connect()
                 self._open += [client, server]
-                for source, sink in ((client, server), (server, client)):
-                    self._start(self._pass_on, source, sink)
+                self._pass_both_ways(client, server)
 
     def _connect(self) -> socket.socket:
         host, port = self._target
@@ -84,6 +83,10 @@ class PostgresProxy:
             server.connect(os.path.join(host, f".s.PGSQL.{port}"))  # noqa: PTH118
             return server
         return socket.create_connection((host, int(port)))
+
+    def _pass_both_ways(self, client: socket.socket, server: socket.socket) -> None:
+        self._start(self._pass_on, client, server)
+        self._start(self._pass_on, server, client)
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
