@@ -42,18 +42,24 @@ class StoredChunk(NamedTuple):
 class Run:
     """Consecutive stored chunks from offset `first` on, each with the time at which it was stored.
 
-    Columns, not objects: at full speed a process passes on 100,000 chunks a second, and keeps as many.
+    Columns, not objects: at full speed a process passes on 100,000 chunks a second, and keeps as many. Times
+    are Postgres's microseconds until somebody wants them; sockets do not.
     """
 
     first: int
     payloads: list[bytes]
-    times: list[datetime.datetime]
+    times: list[int]
 
     def __len__(self) -> int:
         return len(self.payloads)
 
     def __iter__(self) -> Iterator[StoredChunk]:
-        return map(StoredChunk, count(self.first), self.payloads, self.times)
+        return map(StoredChunk, count(self.first), self.payloads, self.created_at())
+
+    def created_at(self) -> list[datetime.datetime]:
+        """The times. What was stored by one statement has one, which is made once."""
+        made = {time: _POSTGRES_EPOCH + _MICROSECOND * time for time in set(self.times)}
+        return [made[time] for time in self.times]
 
     @property
     def size_bytes(self) -> int:
@@ -130,16 +136,8 @@ def _page(
     gap_to = _gap(position, row, first_stored)
     if gap_to is not None or payloads is None or times is None:
         payloads, times = [], b""
-    return Page(position, row, Run(position, payloads, _datetimes(times)), gap_to)
-
-
-def _datetimes(times: bytes) -> list[datetime.datetime]:
-    """Postgres's binary timestamps. What was stored by one statement has one time, which is made once."""
-    made: dict[int, datetime.datetime] = {}
-    return [
-        made.get(microseconds) or made.setdefault(microseconds, _POSTGRES_EPOCH + _MICROSECOND * microseconds)
-        for microseconds in struct.unpack(f"!{len(times) // 8}q", times)
-    ]
+    microseconds = list(struct.unpack(f"!{len(payloads)}q", times))
+    return Page(position, row, Run(position, payloads, microseconds), gap_to)
 
 
 def _gap(position: int, row: StreamRow, first_stored: int | None) -> int | None:

@@ -6,7 +6,6 @@ is contiguous, and only shrinks at `start`.
 
 from __future__ import annotations
 
-import datetime
 from itertools import accumulate, takewhile
 
 from .pages import Run
@@ -20,7 +19,7 @@ class Window:
         self.end = start
         self.size_bytes = 0
         self._payloads: list[bytes] = []
-        self._times: list[datetime.datetime] = []
+        self._times: list[int] = []
         self._dropped = 0  # chunks at the head of the lists that are no longer in the window
 
     def extend(self, run: Run, max_bytes: int) -> None:

@@ -52,7 +52,7 @@ def test_a_page_begins_at_its_position():
 def test_a_chunk_has_the_time_at_which_it_was_stored():
     times = BINARY_TIMES[EARLIER] + BINARY_TIMES[NOW]
     [found] = pages.from_rows([3], [(*row(3, [])[:9], [b"a", b"b"], times)])
-    assert found.chunks.times == [EARLIER, NOW]
+    assert found.chunks.created_at() == [EARLIER, NOW]
 
 
 def test_the_page_that_reaches_the_tail_says_so():
