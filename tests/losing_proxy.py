@@ -6,9 +6,12 @@ import contextlib
 import enum
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from tests.postgres_proxy import PostgresProxy
+from django.db import connections
+
+from django_pgstreams import receivers
+from tests.postgres_proxy import PostgresProxy, through
 
 _READY_FOR_QUERY = b"Z\0\0\0\x05"
 
@@ -85,3 +88,20 @@ def _cut(*ends: socket.socket) -> None:
     for end in ends:
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
+
+
+def losing(**options: str) -> Iterator[LosingProxy]:
+    """For a fixture: a proxy before the test database; the Django alias `proxy.alias` goes through it."""
+    default = connections.settings["default"]
+    given = connections["default"].get_connection_params()
+    made = LosingProxy(given.get("host", "localhost"), str(given.get("port", 5432)))
+    # Statements are found in what is sent, so it is not encrypted.
+    own = {**default.get("OPTIONS", {}), "sslmode": "disable", "gssencmode": "disable", **options}
+    connections.settings[made.alias] = {**through(made, default), "OPTIONS": own}
+    yield made
+    made.come_up()
+    receivers.release()
+    connections[made.alias].close()
+    del connections[made.alias]
+    del connections.settings[made.alias]
+    made.close()

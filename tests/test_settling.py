@@ -6,7 +6,6 @@ import logging
 import time
 
 import pytest
-from django.db import connections
 
 from django_pgstreams import committer, receivers
 from django_pgstreams.exceptions import AppendFailed, AppendUnknown, StreamClosed, StreamMissing
@@ -14,8 +13,7 @@ from django_pgstreams.models import Stream
 from django_pgstreams.writer import StreamWriter
 from tests.concurrency import start
 from tests.following import connect, query, sessions, waiting_for_lock
-from tests.losing_proxy import Lose, LosingProxy
-from tests.postgres_proxy import through
+from tests.losing_proxy import Lose, losing
 from tests.waiting import wait_until
 from tests.writing import held, make_streams, stored, writer_rows
 
@@ -25,30 +23,18 @@ BATCH = b"INSERT INTO pgstreams_chunk"
 SETTLE = b"SET seq = seq + 1"
 
 
-def without_encryption(database):
-    return {**database, "OPTIONS": {**database.get("OPTIONS", {}), "sslmode": "disable"}}
-
-
 @pytest.fixture
 def proxy(live):
     """A proxy before the test database; the Django alias `proxy.alias` goes through it."""
-    yield from made_proxy()
+    yield from losing()
 
 
-def made_proxy(**options):
-    given = connections["default"].get_connection_params()
-    made = LosingProxy(given.get("host", "localhost"), str(given.get("port", 5432)))
-    database = without_encryption(through(made, connections.settings["default"]))
-    database["OPTIONS"] |= options
-    connections.settings[made.alias] = database
-    query("DELETE FROM pgstreams_writer")
-    yield made
-    made.come_up()
+@pytest.fixture(autouse=True)
+def no_rows(live):
+    """No test finds the row of another one's writer that did not end well."""
+    yield
     receivers.release()
-    connections[made.alias].close()
-    del connections[made.alias]
-    del connections.settings[made.alias]
-    made.close()
+    query("DELETE FROM pgstreams_writer")
 
 
 @pytest.fixture
@@ -305,7 +291,7 @@ def test_a_short_outage_is_waited_for(stream, writer, proxy):
 @pytest.fixture
 def repeatable(live):
     """A proxy whose sessions have another isolation level by default."""
-    yield from made_proxy(options="-c default_transaction_isolation=repeatable\\ read")
+    yield from losing(options="-c default_transaction_isolation=repeatable\\ read")
 
 
 def test_another_default_isolation_does_not_disturb(stream, repeatable, caplog):
@@ -362,4 +348,3 @@ def test_rows_that_nobody_has_used_for_a_day_are_removed_by_the_next_writer(stre
     assert len(ids) == 3
     receivers.release()
     assert {row[0] for row in writer_rows()} == {known["older"], known["new"]}
-    query("DELETE FROM pgstreams_writer")
