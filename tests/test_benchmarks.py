@@ -46,6 +46,7 @@ def leftovers(database_url):
 
 def test_latency_reports_each_reader_rate_and_network(database_url, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(latency, "RATES", (20, 200))
+    monkeypatch.setattr(latency, "MOST_APPENDS", 100)
     code = main(["latency", "--seconds=0.3", "--database-url", database_url, f"--results={tmp_path}"])
     printed = capfd.readouterr()
     assert (code, printed.err) == (0, "")
