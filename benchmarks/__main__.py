@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import psycopg
 
-from benchmarks import latency, orm, peers, scale, writer
+from benchmarks import latency, orm, peers, scale, seed, writer
 from benchmarks.shared.errors import BenchmarkError
 from benchmarks.shared.reporting import save_plot, table
 from benchmarks.shared.results import Bar, Result, median_result, report
@@ -32,6 +32,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "orm": orm,
     "peers": peers,
     "scale": scale,
+    "seed": seed,
     "writer": writer,
 }
 
