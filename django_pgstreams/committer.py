@@ -308,7 +308,7 @@ class Committer:
                 self._pending.finish(segment, answered)
         if self._pending.parked:
             self._wanted_parked.notify()
-            if self._parked_thread is None:
+            if self._parked_thread is None and self._stop_at is None:
                 self._parked_thread = self._start(self._run_parked, "pgstreams-writer-parked")
         if self._pending.is_ready and self._sleeps:
             self._wanted.notify()
@@ -390,6 +390,9 @@ def _close_at_exit() -> None:
     global _process_ends
     _process_ends = True  # what is appended yet is stored in the caller's thread: nobody closes again
     close_all(conf.get().EXIT_FLUSH_SECONDS)
+
+
+atexit.register(_close_at_exit)  # also for a first append by a hook, when no other can be registered
 
 
 def _forget() -> None:

@@ -370,6 +370,19 @@ def test_closing_stores_what_waits_and_removes_its_row_and_its_sessions():
     assert StreamWriter(stream).append("anew") == 5000
 
 
+def test_what_is_found_locked_while_it_closes_is_waited_for():
+    [stream] = make_streams(1)
+    writer = StreamWriter(stream)
+    for number in range(5):
+        with held(stream) as own:
+            future = writer.append_nowait(number)
+            closing = start(committer.close_all, 30)
+            wait_until(lambda: waiting_for_lock("writer"), "it is waited for")
+            own.execute("COMMIT")
+        closing.result(60)
+        assert future.result(0) == number
+
+
 def test_closing_is_bounded_in_time_and_leaves_nobody_without_an_answer():
     stream, other = make_streams(2)
     with held(stream):
