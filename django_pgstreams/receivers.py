@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.backends.base.base import NO_DB_ALIAS
 
 from . import committer, hub, listener, notifier, store
@@ -63,5 +63,8 @@ def _announce(using: str, stream_id: int, tail: int, *, changed: bool = False) -
         hub.wake(using, Batch((wake_up,), everything=False))
         notifier.announce(using, (wake_up,))
 
+    if connections[using].connection is None:
+        announce()  # no transaction can be open, and none is worth a session: a `StreamWriter` was here
+        return
     # Robust: an announcement that fails must not keep the project's own hooks from running.
     transaction.on_commit(announce, using=using, robust=True)

@@ -441,7 +441,7 @@ def test_it_lets_go_of_a_database_that_django_is_about_to_drop():
     StreamWriter(stream).append(1)
     assert sessions("writer")
     with connection._nodb_cursor():
-        assert not sessions("writer")
+        wait_until(lambda: not sessions("writer"), "its session is gone")
 
 
 def test_other_writers_and_other_programs_share_its_streams():

@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import pytest
+from django.db import connections
 
 from django_pgstreams.exceptions import InvalidPayload, StreamClosed, StreamMissing
 from django_pgstreams.hub import subscribe
@@ -68,6 +69,15 @@ def test_everything_is_appended_and_the_stream_is_completed(stream, ear):
     assert ended(stream) == ("completed", "")
     assert told == [stream]
     wait_until(lambda: ear.heard(f"{stream.pk}:5000!"), "the end is heard")
+
+
+def test_a_pipe_needs_no_connection_of_django(stream, ear):
+    def pipe():
+        StreamWriter(stream).pipe("ab")
+        return connections["default"].connection
+
+    assert start(pipe).result(30) is None
+    wait_until(lambda: ear.heard(f"{stream.pk}:2!"), "the end is heard")
 
 
 async def test_everything_an_async_iterator_yields_is_appended(astream):
