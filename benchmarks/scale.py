@@ -82,11 +82,14 @@ def rows_of(what: str, found: list[tuple[int, dict[str, float]]]) -> list[dict[s
 
 
 def bars(rows: list[dict[str, Any]]) -> list[Bar]:
-    """Every slope, the flushes of the most processes, and the listeners of the most subscriptions."""
-    found = [Bar(f"{row['cost']} by {row['of']}", row["slope"], "<=", BAR) for row in rows]
+    """The steepest slope of each, the flushes of the most processes, the listeners of all subscriptions."""
+    found = [
+        Bar(f"steepest slope by {what}", max(row["slope"] for row in rows if row["of"] == what), "<=", BAR)
+        for what in dict.fromkeys(row["of"] for row in rows)
+    ]
     for name, limit in ((BUSIEST, MAX_FLUSHES), (LISTENERS, MAX_LISTENERS)):
         [row] = [row for row in rows if row["cost"] == name]
-        found.append(Bar(f"{name} ({row['sizes'].split()[-1]} {row['of']})", last(row), "<=", limit))
+        found.append(Bar(f"{name} with {row['sizes'].split()[-1]} {row['of']}", last(row), "<=", limit))
     return found
 
 
