@@ -31,6 +31,8 @@ from .arrays import Array
 
 T = TypeVar("T")
 Row: TypeAlias = tuple[Any, ...]
+Value: TypeAlias = str | Array | None
+"""A parameter of `execute`: text, an array in binary form, or null."""
 
 _CONNECT_SECONDS = 10
 _CANCEL_SECONDS = 3.0
@@ -126,7 +128,7 @@ async def aconnect(using: str, role: str) -> AsyncConnection:
 
 
 def execute(
-    connection: Connection, statement: str, values: Sequence[str | Array], *, timeout_seconds: float
+    connection: Connection, statement: str, values: Sequence[Value], *, timeout_seconds: float
 ) -> list[list[str | None]]:
     """Run a statement (placeholders `$1` …) on a blocking connection; text and arrays in, text out.
 
@@ -137,9 +139,12 @@ def execute(
     link = connection.pgconn
     link.send_query_params(
         statement.encode(),
-        [value.encode() if isinstance(value, str) else value.data for value in values],
-        param_types=[0 if isinstance(value, str) else value.oid for value in values],
-        param_formats=[pq.Format.TEXT if isinstance(value, str) else pq.Format.BINARY for value in values],
+        [
+            value.data if isinstance(value, Array) else None if value is None else value.encode()
+            for value in values
+        ],
+        param_types=[value.oid if isinstance(value, Array) else 0 for value in values],
+        param_formats=[pq.Format.BINARY if isinstance(value, Array) else pq.Format.TEXT for value in values],
     )
     while link.flush():
         _wait(link, selectors.EVENT_READ | selectors.EVENT_WRITE, deadline)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import logging
 import time
 import uuid
@@ -107,14 +108,14 @@ class Session:
                     unsettled = False
                     sent = True
                     outcomes = self._send(connection, segments, lock_timeout_seconds)
-            except psycopg.errors.DivisionByZero as error:
-                self._begin_anew()  # its row is gone, as that of a writer that was taken for dead
-                failures += 1
-                if failures > 1:
-                    self._wait_or_raise(failures, False, error)
             except _LOST as error:
                 certain = _is_certain(error, self._connection)
-                if certain and not unsettled and not isinstance(error, _PASSING):
+                if certain and _is_elsewhere(error):
+                    self._begin_anew()  # its row is gone, as that of a writer that was taken for dead
+                    if not failures:
+                        failures += 1
+                        continue
+                elif certain and not unsettled and not isinstance(error, _PASSING):
                     raise
                 unsettled = unsettled or (sent and not certain)
                 failures += 1
@@ -142,17 +143,14 @@ class Session:
     def _send(
         self, connection: database.Connection, segments: Sequence[Segment], lock_timeout_seconds: float | None
     ) -> list[Outcome]:
-        statement, values = _batch(self._id, self._seq + 1, segments)
-        if lock_timeout_seconds is not None:
-            statement = sql.STORE_LOCKED
-            values.append(f"{max(1, round(lock_timeout_seconds * 1000))}ms")
+        values = _batch(self._id, self._seq + 1, segments, lock_timeout_seconds)
         run = self._execute_read_committed if self._needs_transaction else self._execute
-        rows = run(connection, statement, values)
+        [[bases, stored_at, refusals]] = run(connection, sql.STORE, values)
         self._seq += 1
-        return [_outcome(row) for row in rows]
+        return _outcomes(segments, _numbers(bases or ""), stored_at or "", refusals)
 
     def _execute_read_committed(
-        self, connection: database.Connection, statement: str, values: Sequence[str | arrays.Array]
+        self, connection: database.Connection, statement: str, values: Sequence[database.Value]
     ) -> list[list[str | None]]:
         """Run a statement where sessions have another isolation level by default."""
         self._execute(connection, "BEGIN ISOLATION LEVEL READ COMMITTED")
@@ -165,7 +163,7 @@ class Session:
         return rows
 
     def _execute(
-        self, connection: database.Connection, statement: str, values: Sequence[str | arrays.Array] = ()
+        self, connection: database.Connection, statement: str, values: Sequence[database.Value] = ()
     ) -> list[list[str | None]]:
         return database.execute(connection, statement, values, timeout_seconds=self._timeout_seconds)
 
@@ -180,7 +178,11 @@ class Session:
         self._seq = int(seq)
         if int(batch) != tried:
             return None
-        stored = dict(zip(_numbers(streams), _numbers(bases), strict=True))
+        stored = {
+            stream_id: base
+            for stream_id, base in zip(_numbers(streams), _numbers(bases), strict=True)
+            if base >= 0
+        }
         logger.info("Batch %d of the writer of %r had been committed", tried, self._using)
         return [
             Outcome("stored", stored[stream_id], _time(at) if segment.end else None)
@@ -251,8 +253,15 @@ def _is_certain(error: Exception, connection: database.Connection | None) -> boo
     return not gone and connection.pgconn.transaction_status == psycopg.pq.TransactionStatus.IDLE
 
 
-def _batch(writer_id: str, seq: int, segments: Sequence[Segment]) -> tuple[str, list[str | arrays.Array]]:
-    """`sql.STORE_BATCH` and its parameters."""
+def _is_elsewhere(error: Exception) -> bool:
+    """Whether the writer's row was not at the batch before."""
+    return isinstance(error, psycopg.Error) and error.sqlstate == sql.WRITER_IS_ELSEWHERE
+
+
+def _batch(
+    writer_id: str, seq: int, segments: Sequence[Segment], lock_timeout_seconds: float | None
+) -> list[database.Value]:
+    """The parameters of `sql.STORE`."""
     payloads: list[bytes] = []
     places: list[int] = []
     nths: list[int] = []
@@ -262,7 +271,7 @@ def _batch(writer_id: str, seq: int, segments: Sequence[Segment]) -> tuple[str, 
         places += [place] * count
         nths += range(count)
     ends = [segment.end for segment in segments]
-    return sql.STORE_BATCH, [
+    return [
         writer_id,
         str(seq),
         arrays.bigints([segment.lane.stream_id for segment in segments]),
@@ -273,18 +282,29 @@ def _batch(writer_id: str, seq: int, segments: Sequence[Segment]) -> tuple[str, 
         arrays.byteas(payloads),
         arrays.integers(places),
         arrays.integers(nths),
+        None if lock_timeout_seconds is None else f"{max(1, round(lock_timeout_seconds * 1000))}ms",
     ]
 
 
-def _outcome(row: Sequence[str | None]) -> Outcome:
-    _, base, ended_at, kind, state, reason, tail = row
-    match kind:
-        case "stored":
-            return Outcome("stored", int(base or 0), _time(ended_at) if ended_at else None)
-        case "elsewhere":
-            return Outcome("elsewhere", int(tail or 0))
-        case _:
-            return Outcome(kind or "", 0, None, state or "", reason or "")
+def _outcomes(
+    segments: Sequence[Segment], bases: list[int], stored_at: str, refusals: str | None
+) -> list[Outcome]:
+    """What `sql.STORE` says about each segment."""
+    refused = iter(json.loads(refusals) if refusals else ())
+    return [
+        Outcome("stored", base, _time(stored_at) if segment.end else None)
+        if base >= 0
+        else _refused(*next(refused))
+        for segment, base in zip(segments, bases, strict=True)
+    ]
+
+
+def _refused(kind: str, state: str | None, reason: str | None, tail: int | None) -> Outcome:
+    if kind == "elsewhere":
+        return Outcome(kind, tail or 0)
+    if kind == "closed":
+        return Outcome(kind, 0, None, state or "", reason or "")
+    return Outcome(kind)
 
 
 def _time(epoch_seconds: str) -> datetime.datetime:

@@ -135,73 +135,12 @@ SELECT count(*) FROM pg_stat_activity WHERE application_name = $1
 
 # The writer's, for `database.execute` --------------------------------------------------------------
 
-STORE_BATCH = """
-WITH want AS (
-    SELECT * FROM unnest($3::bigint[], $4::bigint[], $5::bigint[], $6::text[], $7::text[])
-        WITH ORDINALITY AS want (stream_id, count, expected_offset, state, reason, place)
-), locked AS (
-    SELECT s.id, s.state, s.reason, s.next_offset
-    FROM pgstreams_stream AS s
-    WHERE s.id = ANY ($3::bigint[])
-    ORDER BY s.id
-    FOR NO KEY UPDATE SKIP LOCKED
-), taken AS (
-    UPDATE pgstreams_stream AS s
-    SET next_offset = s.next_offset + want.count,
-        appended_at = CASE WHEN want.count > 0 THEN statement_timestamp() ELSE s.appended_at END,
-        state = coalesce(want.state, s.state),
-        reason = coalesce(want.reason, s.reason),
-        closed_at = CASE WHEN want.state IS NOT NULL THEN statement_timestamp() END
-    FROM locked JOIN want ON want.stream_id = locked.id
-    WHERE s.id = locked.id
-      AND locked.state = 'open'
-      AND (want.expected_offset IS NULL OR locked.next_offset = want.expected_offset)
-    RETURNING s.id, want.place, s.next_offset - want.count AS base
-), stored AS (
-    INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at)
-    SELECT taken.id, taken.base + data.nth, data.payload, statement_timestamp()
-    FROM unnest($8::bytea[], $9::integer[], $10::integer[]) AS data (payload, place, nth)
-    JOIN taken ON taken.place = data.place
-), noted AS (
-    UPDATE pgstreams_writer AS w
-    SET seq = $2::bigint,
-        batch = $2::bigint,
-        streams = coalesce((SELECT array_agg(taken.id ORDER BY taken.place) FROM taken), '{}'),
-        bases = coalesce((SELECT array_agg(taken.base ORDER BY taken.place) FROM taken), '{}'),
-        used_at = statement_timestamp()
-    WHERE w.id = $1::uuid AND w.seq = $2::bigint - 1
-    RETURNING w.id
-)
-SELECT 1 / (SELECT count(*) FROM noted),
-       taken.base,
-       CASE WHEN want.state IS NOT NULL THEN extract(epoch FROM statement_timestamp()) END,
-       CASE WHEN taken.base IS NOT NULL THEN 'stored'
-            WHEN locked.state <> 'open' THEN 'closed'
-            WHEN locked.id IS NOT NULL THEN 'elsewhere'
-            WHEN EXISTS (SELECT FROM pgstreams_stream AS s WHERE s.id = want.stream_id) THEN 'locked'
-            ELSE 'missing'
-       END,
-       locked.state, locked.reason, locked.next_offset
-FROM want
-LEFT JOIN taken ON taken.place = want.place
-LEFT JOIN locked ON locked.id = want.stream_id
-ORDER BY want.place
-"""
-"""Store a batch for many streams: what each got, or why it got nothing, in the order of the arrays.
+STORE = "SELECT bases, stored_at, refusals FROM pgstreams_store($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
+"""Store a batch for many streams, as migration 0004 describes. It fails with `WRITER_IS_ELSEWHERE` unless the
+writer's row is at the batch before: somebody has settled this one already."""
 
-$1 the writer, $2 the batch's number; $3–$7 per stream: id, count, expected offset or null, and the state and
-reason to end with or null; $8–$10 per chunk: payload, its stream's place from 1 on, its place in that from 0
-on. A row that is locked elsewhere is not waited for, and the lock taken here lets foreign keys to the stream
-pass. The division fails the whole statement unless the writer's row was at the number before: somebody has
-settled this batch already.
-"""
-
-STORE_LOCKED = STORE_BATCH.replace(
-    "FROM pgstreams_stream AS s\n    WHERE s.id = ANY",
-    "FROM (SELECT set_config('lock_timeout', $11, true)) AS waiting,\n"
-    "         pgstreams_stream AS s\n    WHERE s.id = ANY",
-).replace("FOR NO KEY UPDATE SKIP LOCKED", "FOR NO KEY UPDATE OF s")
-"""As before, but waits for locked rows as long as $11 says."""
+WRITER_IS_ELSEWHERE = "PGS01"
+"""The error code."""
 
 STEP_OVER = """
 UPDATE pgstreams_stream
@@ -255,9 +194,11 @@ _BLOCK_AND_DIGEST = "SELECT id >> 8 AS block, bit_xor(hashint8extended(id, posit
 WATCHED_DIGESTS = f"{_BLOCK_AND_DIGEST} {_WATCHED} GROUP BY block"
 """A digest of each block of 256 ids that has watched streams: those open, and those ended above the id $1."""
 
-WATCHED_BLOCKS = f"""
-{_BLOCK_AND_DIGEST}, array_agg(id), array_agg(position) {_WATCHED}
-WHERE id BETWEEN $3::bigint << 8 AND ($4::bigint << 8) + 255 AND id >> 8 = ANY ($2::bigint[])
-GROUP BY block
-"""
-"""Blocks $2, of which $3 is the first and $4 the last: digest, ids and positions, read at the same moment."""
+WATCHED_BLOCKS = f"{_BLOCK_AND_DIGEST}, array_agg(id), array_agg(position) {_WATCHED} GROUP BY block"
+"""The same with the block's ids and positions, as of the same moment."""
+
+SOME_WATCHED_BLOCKS = WATCHED_BLOCKS.replace(
+    "GROUP BY",
+    "WHERE id BETWEEN $3::bigint << 8 AND ($4::bigint << 8) + 255 AND id >> 8 = ANY ($2::bigint[]) GROUP BY",
+)
+"""Of the blocks $2 only, of which $3 is the first and $4 the last."""

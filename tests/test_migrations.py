@@ -100,13 +100,13 @@ def test_a_row_inserted_by_hand_gets_the_columns_defaults(db):
 
 @pytest.mark.django_db(transaction=True)
 def test_migrating_backwards_removes_the_tables_and_forwards_makes_them_again():
-    assert tables() == ["pgstreams_chunk", "pgstreams_stream"]
+    assert tables() == ["pgstreams_chunk", "pgstreams_stream", "pgstreams_writer"]
     try:
         call_command("migrate", "pgstreams", "zero", verbosity=0)
         assert tables() == []
     finally:
         call_command("migrate", "pgstreams", verbosity=0)
-    assert tables() == ["pgstreams_chunk", "pgstreams_stream"]
+    assert tables() == ["pgstreams_chunk", "pgstreams_stream", "pgstreams_writer"]
     assert Stream.objects.create(key="again").append(1).offset == 0
 
 

@@ -19,7 +19,7 @@ from tests.writing import held, make_streams, stored, writer_rows
 
 pytestmark = pytest.mark.usefixtures("live")
 
-BATCH = b"INSERT INTO pgstreams_chunk"
+BATCH = b"pgstreams_store("
 SETTLE = b"SET seq = seq + 1"
 
 

@@ -18,7 +18,7 @@ from tests.following import Process, query, terminate, waiting_for_lock
 from tests.losing_proxy import Lose, losing
 from tests.writing import make_streams
 
-BATCH, SETTLE = b"INSERT INTO pgstreams_chunk", b"SET seq = seq + 1"
+BATCH, SETTLE = b"pgstreams_store(", b"SET seq = seq + 1"
 
 BESIDE = """
 import json, os, random, sys, time
