@@ -65,9 +65,14 @@ class Feed:
         self.window: Window | None = None
         self.followers = 0
         self.waiting: set[asyncio.Future[None]] = set()
+        self.live_is_news = False  # to somebody who waits
 
     def take(self, page: Page, max_bytes: int) -> None:
-        """Learn from a page that was read: the row if it is newer, the chunks if they continue the window."""
+        """Learn from a page that was read: the row if it is newer, the chunks if they continue the window.
+
+        Whoever waits is woken if there is news: a poll of thousands of quiet streams wakes nobody.
+        """
+        row, end = self.row, self.window.end if self.window is not None else None
         if page.row is None:
             self.gone = True
         elif self.row is None or self.row.epoch != page.row.epoch:
@@ -76,7 +81,9 @@ class Feed:
             self.row = page.row
         if self.window is not None:
             self.window.extend(page.chunks, max_bytes)
-        self.wake()
+        moved = self.window is not None and self.window.end != end
+        if moved or self.row is not row or self.gone or page.gap_to is not None or self.live_is_news:
+            self.wake()
 
     def move_window(self, page: Page, max_bytes: int) -> None:
         """Begin the window anew with a page that reaches the tail."""
@@ -86,6 +93,7 @@ class Feed:
     def wake(self) -> None:
         """Have everyone who waits look again."""
         waiting, self.waiting = self.waiting, set()
+        self.live_is_news = False
         for future in waiting:
             if not future.done():
                 future.set_result(None)
@@ -221,6 +229,7 @@ class Follower:
             if self.position > window.end:
                 # This reader has seen more than the window, which must catch up.
                 self._reader.mark(feed)
+            feed.live_is_news |= not self._live
             await self._reader.wait(feed)
             return None
         page = await self._reader.page(feed, self.position)

@@ -267,7 +267,8 @@ class Hub:
                 mark = self._dirty.pop(feed)
                 (self._dirty if page.chunks else hungry)[feed] = mark
         # Those for whom the bytes did not suffice come first next time, those who got some come last.
-        self._dirty = hungry | self._dirty
+        if hungry:
+            self._dirty = hungry | self._dirty
         return True
 
     def learn(self, feed: Feed, page: Page) -> None:
