@@ -141,6 +141,7 @@ class Committer:
         return self._stop_at is not None and time.monotonic() >= self._stop_at
 
     def _run(self) -> None:
+        _this_thread.stores = True
         session = self._session()
         while (batch := self._next_batch(session.is_connected)) is not None:
             if batch:
@@ -167,6 +168,7 @@ class Committer:
             return self._pending.take_batch(_BATCH_CHUNKS, _BATCH_BYTES)
 
     def _run_parked(self) -> None:
+        _this_thread.stores = True
         session = self._session(has_worked=True)
         while (segment := self._next_parked()) is not None:
             self._store_parked(session, segment)
@@ -219,7 +221,8 @@ class Committer:
     def _store_parked(self, session: Session, segment: Segment) -> None:
         """Wait for a parked stream's row for a while, and store its appends if it is free in time."""
         left = (segment.lane.parked_at or 0) + self._lock_timeout_seconds - time.monotonic()
-        turn = min(_LOCK_TURN_SECONDS / (1 + self._pending.parked), max(left, 0))
+        longest = min(_LOCK_TURN_SECONDS, self._timeout_seconds / 2)
+        turn = min(longest / (1 + self._pending.parked), max(left, 0))
         wait = max(turn, _SHORTEST_LOCK_WAIT_SECONDS)
         if segment.is_empty:
             results: list[answers.Result] = []
@@ -340,6 +343,7 @@ _lock = threading.Lock()
 _committers: dict[str, Committer] = {}
 _at_exit = False
 _process_ends = False
+_this_thread = threading.local()
 
 
 def get(using: str) -> Committer:
@@ -370,6 +374,15 @@ def add(using: str, append: Append, waits: bool = True) -> None:
     """Have the process's committer store an append. Raises `WriterFull` unless it `waits`."""
     while not (_committers.get(using) or get(using)).add(append, waits):
         pass  # closed between the look-up and the call: the next look-up makes a new one
+
+
+def refuse_in_own_thread() -> None:
+    """Raise `RuntimeError` in a thread of a committer, which would wait for itself."""
+    if getattr(_this_thread, "stores", False):
+        raise RuntimeError(
+            "The callback of a future runs in the thread that stores: it must not wait for an append. "
+            "Use append_nowait()."
+        )
 
 
 def is_full(using: str) -> bool:

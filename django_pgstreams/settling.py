@@ -121,6 +121,12 @@ class Session:
                 failures += 1
                 self.disconnect()
                 self._wait_or_raise(failures, unsettled, error)
+            except Exception as error:
+                if not sent and not unsettled:
+                    raise
+                self.disconnect()
+                self._begin_anew()
+                raise AppendUnknown(_UNKNOWN) from error
             else:
                 if self._failing_since is not None:
                     self._failing_since = None

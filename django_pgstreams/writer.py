@@ -300,6 +300,7 @@ class _Reply:
     __slots__ = ("_error", "_lock", "_result")
 
     def __init__(self) -> None:
+        committer.refuse_in_own_thread()
         self._lock = threading.Lock()
         self._lock.acquire()
         self._error: Exception | None = None

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from django.contrib.auth.models import User
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 
 from django_pgstreams import committer, receivers
 from django_pgstreams.exceptions import AppendFailed, StreamBusy, StreamClosed, StreamMissing, WriterFull
@@ -156,8 +156,12 @@ def test_a_row_that_is_locked_elsewhere_stalls_nobody_else():
     assert p99(times) < max(0.05, 3 * p99(unlocked))
 
 
-def test_after_the_lock_timeout_the_stream_is_busy_and_its_appends_fail(settings):
-    settings.PGSTREAMS = {"WRITER_LOCK_TIMEOUT_SECONDS": 1.0}
+@pytest.mark.parametrize("query_timeout_seconds", [30.0, 0.4])
+def test_after_the_lock_timeout_the_stream_is_busy_and_its_appends_fail(settings, query_timeout_seconds):
+    settings.PGSTREAMS = {
+        "WRITER_LOCK_TIMEOUT_SECONDS": 1.0,
+        "QUERY_TIMEOUT_SECONDS": query_timeout_seconds,
+    }
     locked, other = make_streams(2)
     writer, beside = StreamWriter(locked), StreamWriter(other)
     with held(locked):
@@ -434,6 +438,39 @@ def test_a_callback_may_append_and_fail(caplog):
     assert more[0].result(30) == 1
     assert writer.append("last") == 2
     assert "could not be told" in caplog.text
+
+
+def test_a_callback_that_would_wait_for_itself_is_refused():
+    [stream] = make_streams(1)
+    writer = StreamWriter(stream)
+    refused = []
+
+    def wait(_):
+        for attempt in (lambda: writer.append("never"), lambda: writer.__exit__(None, None, None)):
+            with pytest.raises(RuntimeError, match="must not wait") as caught:
+                attempt()
+            refused.append(caught.value)
+
+    writer.append_nowait("first").add_done_callback(wait)
+    assert writer.append("next") == 1
+    assert len(refused) == 2
+
+
+def test_a_database_that_is_no_postgres_is_explained():
+    [stream] = make_streams(1)
+    connections.settings["lite"] = {
+        **connections.settings["default"],
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": ":memory:",
+    }
+    try:
+        with pytest.raises(AppendFailed, match="Streams need Postgres"):
+            StreamWriter(stream, using="lite").append(1)
+    finally:
+        receivers.release()
+        connections["lite"].close()
+        del connections["lite"]
+        del connections.settings["lite"]
 
 
 def test_it_lets_go_of_a_database_that_django_is_about_to_drop():

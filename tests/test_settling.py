@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from django_pgstreams import committer, receivers
+from django_pgstreams import committer, receivers, settling
 from django_pgstreams.exceptions import AppendFailed, AppendUnknown, StreamClosed, StreamMissing
 from django_pgstreams.models import Stream
 from django_pgstreams.writer import StreamWriter
@@ -215,6 +215,18 @@ def test_a_lost_row_alone_is_replaced_without_a_word(stream, writer, caplog):
     assert first != second
     assert caplog.records == []
     assert stored(stream) == ["before", 0, 1, 2]
+
+
+def test_a_reply_that_cannot_be_read_leaves_nobody_in_a_wrong_belief(stream, writer, monkeypatch):
+    def out_of_memory(*_):
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(settling, "_outcomes", out_of_memory)
+    with pytest.raises(AppendUnknown):
+        writer.append("stored")
+    assert writer.append("next") == 1
+    assert stored(stream) == ["stored", "next"]
 
 
 # Outages -------------------------------------------------------------------------------------------

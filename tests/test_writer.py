@@ -430,7 +430,7 @@ def test_what_is_no_offset_is_refused_alone(stream, expected):
 # C21 -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [10])
+@pytest.mark.parametrize("seconds", [6])
 async def test_token_streams_do_not_slow_their_producers_and_arrive_in_time(alive, ear, settings, seconds):
     """20 streams of 60 tokens a second each (C21): what a browser's consumer waits for is a subscription."""
     settings.PGSTREAMS = {"FLUSH_INTERVAL_SECONDS": 0.05}
