@@ -49,6 +49,8 @@ MEASURED = [
     "dbos streams",
     "rakaia-streams Django store",
     "channels_postgres groups",
+    "django-pgstreams StreamWriter, 10 in flight",
+    "Redis Streams, AOF always, 10 in flight",
 ]
 
 
@@ -106,6 +108,19 @@ def test_a_chunk_counts_once_the_next_is_asked_for(capsys):
         next(chunks)
     work.done()
     assert '"acknowledged":{"0":1,"1":1,"2":0,' in capsys.readouterr().out
+
+
+def test_several_in_flight_are_consecutive_chunks_of_a_stream(monkeypatch):
+    work = Work(range(1), 1, in_flight=3)
+    monkeypatch.setattr(work, "_deadline", float("inf"))
+    turns = work.turns(0)
+    rounds = [next(turns) for _ in range(STREAMS + 1)]
+    assert [
+        (stream, [chunk["number"] for chunk in chunks]) for stream, chunks in (rounds[0], rounds[-1])
+    ] == [
+        (0, [0, 1, 2]),
+        (0, [3, 4, 5]),
+    ]
 
 
 def received(*numbers):
@@ -233,6 +248,9 @@ def test_ours_must_be_ahead_of_who_stores_durably_and_announces():
     [bar] = bars(SURVEY)
     assert REDIS.name in bar.name
     assert (bar.value, bar.holds) == (4.0, True)
+    # What has as many appends in flight is compared.
+    several = peer_named("django-pgstreams StreamWriter, 10 in flight")
+    assert bars(SURVEY | {several.name: [a_point(several, per_second=9000)]}) == [bar]
     slower = SURVEY | {OURS.name: [a_point(OURS, per_second=999)]}
     [bar] = bars(slower)
     assert not bar.holds
@@ -245,6 +263,7 @@ def test_the_bars_name_all_durable_peers():
         "dbos streams",
         "rakaia-streams Django store",
         "channels_postgres groups",
+        "Redis Streams, AOF always, 10 in flight",
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -29,6 +29,8 @@ class Peer:
     order: str
     strength: str = ""
     """What it owes it to where it is ahead of this project."""
+    in_flight: int = 1
+    """How many appends a writer waits for at once."""
     processes: int = 1
     """The writers are spread over so many processes."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +47,9 @@ class Peer:
 FLUSHED = "the write, committed and flushed"
 IN_MEMORY = "it keeps what it serves in memory, and sends an entry itself to whoever waits for it"
 
-PEERS = (
+SEVERAL = 10
+
+SINGLE = (
     Peer(
         name="django-pgstreams StreamWriter",
         module="pgstreams_writer",
@@ -197,4 +201,16 @@ PEERS = (
         redis=(),
         django=True,
     ),
+)
+
+# The same with several appends of a writer in flight, of those whose interface has that.
+PEERS = SINGLE + tuple(
+    replace(
+        peer, name=f"{peer.name}, {SEVERAL} in flight", writer=f"{peer.writer}; {means}", in_flight=SEVERAL
+    )
+    for peer, means in (
+        (SINGLE[0], "tasks of it, gathered"),
+        (SINGLE[2], "a pipeline"),
+        (SINGLE[3], "a pipeline"),
+    )
 )

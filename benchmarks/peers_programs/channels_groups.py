@@ -23,8 +23,9 @@ def write(work: Work, plan: dict[str, Any]) -> None:
     """A group per stream."""
     layer = get_channel_layer()
 
-    async def append(stream: int, data: dict[str, Any]) -> None:
-        await layer.group_send(key(stream), {"type": "chunk", "data": data})
+    async def append(stream: int, chunks: list[dict[str, Any]]) -> None:
+        for data in chunks:
+            await layer.group_send(key(stream), {"type": "chunk", "data": data})
 
     asyncio.run(run_tasks(work, append))
 

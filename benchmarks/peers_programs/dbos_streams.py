@@ -62,12 +62,12 @@ def write(work: Work, plan: dict[str, Any]) -> None:
     @DBOS.step()
     def write_all(writer: int) -> None:
         begin.wait()
-        for stream, data in work.first(writer):
-            DBOS.write_stream(key(stream), data)
+        for stream, chunks in work.first(writer):
+            DBOS.write_stream(key(stream), *chunks)
         warm.wait()
         go.wait()
-        for stream, data in work.chunks(writer):
-            DBOS.write_stream(key(stream), data)
+        for stream, chunks in work.turns(writer):
+            DBOS.write_stream(key(stream), *chunks)
 
     @DBOS.workflow()
     def answer(writer: int) -> None:

@@ -26,8 +26,11 @@ def write(work: Work, plan: dict[str, Any]) -> None:
                 for stream in work.streams(writer)
             }
 
-            async def append(stream: int, data: dict[str, Any]) -> None:
-                await writers[stream].aappend(data)
+            async def append(stream: int, chunks: list[dict[str, Any]]) -> None:
+                if len(chunks) == 1:
+                    await writers[stream].aappend(chunks[0])
+                else:
+                    await asyncio.gather(*map(writers[stream].aappend, chunks))
 
             await run_tasks(work, append)
 

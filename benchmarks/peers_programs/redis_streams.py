@@ -20,13 +20,19 @@ def prepare(plan: dict[str, Any]) -> None:
 
 
 def write(work: Work, plan: dict[str, Any]) -> None:
-    """Each task has a connection while it waits for an acknowledgement."""
+    """Each task has a connection while it waits; several chunks in flight go through a pipeline."""
 
     async def run() -> None:
         async with redis.asyncio.Redis.from_url(plan["redis"]) as client:
 
-            async def append(stream: int, data: dict[str, Any]) -> None:
-                await client.xadd(key(stream), {"data": json.dumps(data)})
+            async def append(stream: int, chunks: list[dict[str, Any]]) -> None:
+                if len(chunks) == 1:
+                    await client.xadd(key(stream), {"data": json.dumps(chunks[0])})
+                    return
+                async with client.pipeline(transaction=False) as pipeline:
+                    for data in chunks:
+                        pipeline.xadd(key(stream), {"data": json.dumps(data)})
+                    await pipeline.execute()
 
             await run_tasks(work, append)
 

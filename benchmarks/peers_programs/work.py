@@ -1,7 +1,7 @@
 """What writers do, the same for every peer: distinct payloads, appended in turn to the streams they own.
 
-Invariant: a stream has one writer, which waits for each append's acknowledgement before its next. So the
-order of a stream is known, whatever the peer promises.
+Invariant: a stream has one writer, which waits for the acknowledgement of what it appended, one chunk or the
+few of a turn, before it goes on. So the order of a stream is known, whatever the peer promises.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ def payload(stream: int, number: int) -> dict[str, Any]:
     return {"stream": stream, "number": number, "at": time.monotonic(), "text": TEXT}
 
 
+Turn = tuple[int, list[dict[str, Any]]]
+"""A stream, and the chunks of it that a writer has in flight at once."""
+
+
 def key(stream: int) -> str:
     """The name of a stream, for peers that give streams names."""
     return f"answer-{stream}"
@@ -31,10 +35,11 @@ def key(stream: int) -> str:
 class Work:
     """The work of one process: some of the writers, each with every n-th stream."""
 
-    def __init__(self, mine: range, writers: int) -> None:
+    def __init__(self, mine: range, writers: int, in_flight: int = 1) -> None:
         self.mine = mine
         """The numbers of this process's writers."""
         self._writers = writers
+        self._in_flight = in_flight
         self._next = dict.fromkeys(range(STREAMS), 0)
         self._deadline = 0.0
         self._started = 0.0
@@ -43,21 +48,21 @@ class Work:
         """The streams of a writer."""
         return range(writer, STREAMS, self._writers)
 
-    def first(self, writer: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def first(self, writer: int) -> Iterator[Turn]:
         """One chunk for each stream of a writer, by which readers show that they follow."""
         for stream in self.streams(writer):
-            yield stream, payload(stream, 0)
+            yield stream, [payload(stream, 0)]
             self._next[stream] = 1
 
-    def chunks(self, writer: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The streams and chunks to append, until time is up. Asking for the next acknowledges the last."""
+    def turns(self, writer: int) -> Iterator[Turn]:
+        """What to append, until time is up. Asking for the next turn acknowledges the last."""
         while True:
             for stream in self.streams(writer):
                 if time.monotonic() >= self._deadline:
                     return
-                number = self._next[stream]
-                yield stream, payload(stream, number)
-                self._next[stream] = number + 1
+                numbers = range(self._next[stream], self._next[stream] + self._in_flight)
+                yield stream, [payload(stream, number) for number in numbers]
+                self._next[stream] = numbers.stop
 
     def wait_for_readers(self) -> None:
         """Say that the streams are there to be followed, and return when they are. Blocks."""
@@ -80,27 +85,28 @@ class Work:
 def run_threads(work: Work, append: Callable[[int, dict[str, Any]], object]) -> None:
     """Run the writers as threads."""
 
-    def run(chunks: Iterator[tuple[int, dict[str, Any]]]) -> None:
-        for stream, data in chunks:
-            append(stream, data)
+    def run(turns: Iterator[Turn]) -> None:
+        for stream, chunks in turns:
+            for data in chunks:
+                append(stream, data)
 
     work.wait_for_readers()
     with ThreadPoolExecutor(len(work.mine)) as pool:
         list(pool.map(run, [work.first(writer) for writer in work.mine]))
         work.wait_for_go()
-        list(pool.map(run, [work.chunks(writer) for writer in work.mine]))
+        list(pool.map(run, [work.turns(writer) for writer in work.mine]))
     work.done()
 
 
-async def run_tasks(work: Work, append: Callable[[int, dict[str, Any]], Awaitable[object]]) -> None:
-    """Run the writers as tasks of one event loop."""
+async def run_tasks(work: Work, append: Callable[[int, list[dict[str, Any]]], Awaitable[object]]) -> None:
+    """Run the writers as tasks of one event loop; `append` is given a turn's chunks."""
 
-    async def run(chunks: Iterator[tuple[int, dict[str, Any]]]) -> None:
-        for stream, data in chunks:
-            await append(stream, data)
+    async def run(turns: Iterator[Turn]) -> None:
+        for stream, chunks in turns:
+            await append(stream, chunks)
 
     await asyncio.to_thread(work.wait_for_readers)
     await asyncio.gather(*(run(work.first(writer)) for writer in work.mine))
     await asyncio.to_thread(work.wait_for_go)
-    await asyncio.gather(*(run(work.chunks(writer)) for writer in work.mine))
+    await asyncio.gather(*(run(work.turns(writer)) for writer in work.mine))
     work.done()

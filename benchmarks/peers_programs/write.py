@@ -17,7 +17,7 @@ from .work import Work
 def main(plan: dict[str, Any]) -> None:
     peer = load(plan)
     writers = range(plan["process"], plan["writers"], plan["processes"])
-    peer.write(Work(writers, plan["writers"]), plan)
+    peer.write(Work(writers, plan["writers"], plan["in_flight"]), plan)
 
 
 if __name__ == "__main__":
