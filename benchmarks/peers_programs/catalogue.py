@@ -122,7 +122,7 @@ SINGLE = (
         announces=True,
         resumes="by offset",
         order="per stream, gapless",
-        strength="its announcements need no query to find what is new",
+        strength="a reader queries its own stream alone",
     ),
     Peer(
         name="rakaia-streams Django store",
