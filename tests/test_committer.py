@@ -6,7 +6,7 @@ import time
 
 import pytest
 from django.contrib.auth.models import User
-from django.db import connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 
 from django_pgstreams import committer, receivers
 from django_pgstreams.exceptions import AppendFailed, StreamBusy, StreamClosed, StreamMissing, WriterFull
@@ -228,16 +228,27 @@ def test_a_foreign_key_to_a_stream_in_an_open_transaction_is_no_obstacle():
         query("DROP TABLE pointing")
 
 
-def test_callers_who_append_to_two_streams_in_opposite_orders_do_not_deadlock_with_it():
+def test_callers_who_append_to_two_streams_in_opposite_orders_never_meet_it_in_a_deadlock():
+    """They meet each other in one: Postgres ends one of the two, and it tries again."""
     one, two = make_streams(2)
     over = threading.Event()
+    deadlocks = []
+
+    def append_to_both(first, second):
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SET LOCAL deadlock_timeout = '50ms'")
+            for stream in (first, second):
+                Stream.objects.get(pk=stream.pk).append("orm")
+                time.sleep(0.002)
 
     def both(first, second):
-        for _ in range(25):
-            with transaction.atomic():
-                Stream.objects.get(pk=first.pk).append("orm")
-                if first.pk < second.pk:  # in one order, or they would deadlock with each other
-                    Stream.objects.get(pk=second.pk).append("orm")
+        for _ in range(10):
+            while True:
+                try:
+                    append_to_both(first, second)
+                    break
+                except OperationalError as error:
+                    deadlocks.append(str(error))
 
     def write():
         writers = [StreamWriter(two), StreamWriter(one)]
@@ -250,12 +261,14 @@ def test_callers_who_append_to_two_streams_in_opposite_orders_do_not_deadlock_wi
         return count
 
     writing = [start(write) for _ in range(2)]
-    run_all(lambda: both(one, two), lambda: both(one, two), lambda: both(two, one))
+    run_all(*[lambda: both(one, two), lambda: both(two, one)] * 2)
     over.set()
     count = sum(future.result(60) for future in writing)
-    assert stored(one).count("orm") == 50
-    assert stored(two).count("orm") == 75
-    assert stored(one).count("writer") == stored(two).count("writer") == count
+    assert deadlocks
+    assert all("deadlock detected" in text for text in deadlocks)
+    for stream in (one, two):
+        values = stored(stream)
+        assert (values.count("orm"), values.count("writer")) == (40, count)
 
 
 # Bounded memory ------------------------------------------------------------------------------------
