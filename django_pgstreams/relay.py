@@ -65,7 +65,8 @@ class Relay:
         self._connection: database.Connection | None = None
         self._watch: Watch | None = None
         self._snapshot: str | None = None
-        self.looks = 0
+        self._moving = False
+        self._hot: list[int] = []
         self.flushes = 0
 
     def start(self) -> None:
@@ -85,9 +86,10 @@ class Relay:
         rest = 0.0
         while not self._stopping.wait(rest):
             try:
-                rest = self._pace(rest)
+                rest = self._look_and_pace(rest)
             except Exception as error:  # noqa: BLE001 - whatever it was, the next look finds as much
                 failures += 1
+                self._moving = False
                 self._give_up(failures, error)
                 rest = database.backoff_seconds(failures, _LONGEST_BACKOFF_SECONDS)
             else:
@@ -106,24 +108,24 @@ class Relay:
                 exc_info=not isinstance(error, _EXPECTED),
             )
 
-    def _pace(self, rested: float) -> float:
-        """Look once; how long to rest then, given the last rest: shorter while things move."""
+    def _look_and_pace(self, rested: float) -> float:
+        """Look once; how long to rest then, given the last rest: shorter while streams move."""
         began = time.monotonic()
-        announced = self._look()
+        self._moving = self._look()
         took = time.monotonic() - began
-        if announced:
+        if self._moving:
             return max(self._interval_seconds, min(_REST_PER_LOOK * took, _MAX_REST_SECONDS))
         slower = min(max(2 * rested, self._interval_seconds), self._idle_interval_seconds)
         return max(slower, min(_REST_PER_VAIN_LOOK * took, _MAX_REST_SECONDS))
 
     def _look(self) -> bool:
         """Announce what has changed since the last look; whether anything has."""
-        [[snapshot]] = self._ask(sql.SNAPSHOT)
-        if snapshot == self._snapshot:
+        # While streams move, to ask whether anything has committed would be in vain.
+        snapshot = None if self._moving else self._ask(sql.SNAPSHOT)[0][0]
+        if snapshot is not None and snapshot == self._snapshot:
             return False
         watch = self._watch or Watch(int(self._ask(sql.HIGHEST_STREAM)[0][0] or 0), time.monotonic())
-        changed = watch.changed(self._digests(watch))
-        read = self._blocks(watch, changed)
+        changed, read = self._read(watch)
         batch = self._batch(watch.wake_ups(changed, read))
         if batch is not None:
             self._announce(batch)
@@ -133,22 +135,19 @@ class Relay:
         self._watch, self._snapshot = watch, snapshot
         return batch is not None
 
-    def _digests(self, watch: Watch) -> dict[int, str]:
-        rows = self._ask(sql.WATCHED_DIGESTS, str(watch.mark))
-        return {int(number or 0): digest or "" for number, digest in rows}
-
-    def _blocks(self, watch: Watch, numbers: Sequence[int]) -> dict[int, Block]:
-        """These blocks, as far as they hold anything."""
-        if not numbers:
-            return {}
-        rows = self._ask(
-            sql.WATCHED_BLOCKS, str(watch.mark), arrays.bigints(numbers), str(numbers[0]), str(numbers[-1])
-        )
-        blocks = {}
-        for number, digest, ids, positions in rows:
-            streams = dict(zip(_integers(ids), _integers(positions), strict=True))
-            blocks[int(number or 0)] = Block(digest or "", streams)
-        return blocks
+    def _read(self, watch: Watch) -> tuple[list[int], dict[int, Block]]:
+        """The numbers of the blocks that have changed, and what they hold now, if anything."""
+        mark = str(watch.mark)
+        # One statement does, as long as the blocks that change are those that changed before.
+        rows = self._ask(sql.WATCHED, mark, arrays.bigints(self._hot))
+        changed = watch.changed({int(number or 0): digest or "" for number, digest, *_ in rows})
+        read = _blocks(row for row in rows if row[2] is not None)
+        others = [number for number in changed if number not in read]
+        if others:
+            first, last = str(others[0]), str(others[-1])
+            read |= _blocks(self._ask(sql.WATCHED_BLOCKS, mark, arrays.bigints(others), first, last))
+        self._hot = changed or self._hot
+        return changed, read
 
     def _batch(self, wake_ups: Iterable[WakeUp]) -> Batch | None:
         """What to announce; everything at first, and in place of very many."""
@@ -171,6 +170,15 @@ class Relay:
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
                 connection.close()
+
+
+def _blocks(rows: Iterable[Sequence[str | None]]) -> dict[int, Block]:
+    """Blocks by number, from the rows of a statement."""
+    blocks = {}
+    for number, digest, ids, positions in rows:
+        streams = dict(zip(_integers(ids), _integers(positions), strict=True))
+        blocks[int(number or 0)] = Block(digest or "", streams)
+    return blocks
 
 
 def _integers(array: str | None) -> Iterator[int]:

@@ -191,14 +191,20 @@ FROM (
 """
 _BLOCK_AND_DIGEST = "SELECT id >> 8 AS block, bit_xor(hashint8extended(id, position))"
 
-WATCHED_DIGESTS = f"{_BLOCK_AND_DIGEST} {_WATCHED} GROUP BY block"
-"""A digest of each block of 256 ids that has watched streams: those open, and those ended above the id $1."""
+WATCHED = f"""
+{_BLOCK_AND_DIGEST},
+    array_agg(id) FILTER (WHERE id >> 8 = ANY ($2::bigint[])),
+    array_agg(position) FILTER (WHERE id >> 8 = ANY ($2::bigint[]))
+{_WATCHED}
+GROUP BY block
+"""
+"""A digest of each block of 256 ids that has watched streams (those open, and those ended above the id $1),
+and for the blocks $2 the ids and positions, as of the same moment."""
 
-WATCHED_BLOCKS = f"{_BLOCK_AND_DIGEST}, array_agg(id), array_agg(position) {_WATCHED} GROUP BY block"
-"""The same with the block's ids and positions, as of the same moment."""
-
-SOME_WATCHED_BLOCKS = WATCHED_BLOCKS.replace(
-    "GROUP BY",
-    "WHERE id BETWEEN $3::bigint << 8 AND ($4::bigint << 8) + 255 AND id >> 8 = ANY ($2::bigint[]) GROUP BY",
-)
-"""Of the blocks $2 only, of which $3 is the first and $4 the last."""
+WATCHED_BLOCKS = f"""
+{_BLOCK_AND_DIGEST}, array_agg(id), array_agg(position)
+{_WATCHED}
+WHERE id BETWEEN $3::bigint << 8 AND ($4::bigint << 8) + 255 AND id >> 8 = ANY ($2::bigint[])
+GROUP BY block
+"""
+"""The same for the blocks $2 only, of which $3 is the first and $4 the last."""
