@@ -19,10 +19,10 @@ from benchmarks.shared.checking import Entry, check
 from benchmarks.shared.processes import Program
 
 ANNOUNCED_STREAMS = 64
-MIN_ANNOUNCING_SECONDS = 2.0
-START_SECONDS = 0.5
-ROUNDS = 5
-ROUNDS_OF_ONE_STREAM = 20
+START_SECONDS = 0.2
+ROUNDS = (5, 25)
+"""Of few subscriptions more than of many: what the garbage collector takes now and then is in the means."""
+CHUNKS_OF_ROUNDS = 40_000
 EVERYTHING = "SELECT pg_notify('pgstreams', '*')"
 """A wake-up without a list: all that is followed is looked at, as by a poll."""
 PATIENCE_SECONDS = 120.0
@@ -85,7 +85,7 @@ def processes(server: str, seconds: float) -> Iterator[Measure]:
                 announcers = [
                     running.enter_context(_announcer(database, number, size)) for number in range(size)
                 ]
-                return _announce(followers, announcers, max(MIN_ANNOUNCING_SECONDS, seconds))
+                return _announce(followers, announcers, seconds)
 
         yield measure
 
@@ -119,7 +119,7 @@ def _announce(followers: Followers, announcers: list[Program], seconds: float) -
 
 
 @contextlib.contextmanager
-def subscriptions(server: str, _seconds: float) -> Iterator[Measure]:
+def subscriptions(server: str, seconds: float) -> Iterator[Measure]:
     """What so many subscriptions, each to a stream of its own, cost one process."""
     with new_database(server) as database:
 
@@ -131,11 +131,19 @@ def subscriptions(server: str, _seconds: float) -> Iterator[Measure]:
                 Followers(database) as followers,
             ):
                 costs = _subscribe(followers)
-                costs |= _wake(database, followers, writer, [f"scale/{number}" for number in range(size)])
+                keys = [f"scale/{number}" for number in range(size)]
+                costs |= _wake(database, followers, writer, keys, rounds_of(size, seconds))
                 followers.check()
             return costs
 
         yield measure
+
+
+def rounds_of(size: int, seconds: float) -> int:
+    """How often so many subscriptions are woken."""
+    fewest, most = ROUNDS
+    rounds = min(most, max(fewest, CHUNKS_OF_ROUNDS // size))
+    return rounds if seconds >= 1 else 2
 
 
 def _subscribe(followers: Followers) -> Costs:
@@ -146,7 +154,7 @@ def _subscribe(followers: Followers) -> Costs:
     }
 
 
-def _wake(database: Database, followers: Followers, writer: Program, keys: list[str]) -> Costs:
+def _wake(database: Database, followers: Followers, writer: Program, keys: list[str], rounds: int) -> Costs:
     """Ticks in which one stream has moved and in which each has, and polls."""
 
     def poll() -> Entries:
@@ -159,28 +167,28 @@ def _wake(database: Database, followers: Followers, writer: Program, keys: list[
         writer.tell(moving)
         return {key: [entry] for key, entry in writer.hear(PATIENCE_SECONDS).items()}
 
-    costs = _rounds(database, followers, poll, ROUNDS, "poll")
-    listeners = len(database.backends("pgstreams-listener"))
-    one = _rounds(
-        database, followers, lambda: write([random.choice(keys)]), ROUNDS_OF_ONE_STREAM, "tick, one moved"
-    )
-    each = _rounds(database, followers, lambda: write(keys), ROUNDS, "tick, all moved")
-    return costs | one | each | {LISTENERS: listeners}
+    acts: dict[str, Callable[[], Entries]] = {
+        "poll": poll,
+        "tick, one moved": lambda: write([random.choice(keys)]),
+        "tick, all moved": lambda: write(keys),
+    }
+    costs: Costs = {LISTENERS: len(database.backends("pgstreams-listener"))}
+    for name, act in acts.items():
+        costs |= _rounds(database, followers, act, rounds, name)
+    return costs
 
 
 def _rounds(
     database: Database, followers: Followers, act: Callable[[], Entries], rounds: int, name: str
 ) -> Costs:
-    """The processor time that the followers' process, and the server for it, take for a round: medians."""
-    own, at_server = [], []
+    """The processor time that the followers' process, and the server for it, take for a round: means."""
     server = ServerTime(database, "pgstreams-reader")
     before = followers.spent()["cpu_seconds"]
+    at_server = []
     for _ in range(rounds):
         followers.expect(act())
         after = followers.spent()["cpu_seconds"]
-        own.append((after - before) * 1000)
         at_server.append(server.spent_ms())
-        before = after
-    costs = {f"{name}, CPU ms": statistics.median(own)}
+    costs = {f"{name}, CPU ms": (after - before) / rounds * 1000}
     known = [spent for spent in at_server if spent is not None]
-    return costs | ({f"{name}, server ms": statistics.median(known)} if known else {})
+    return costs | ({f"{name}, server ms": statistics.mean(known)} if known else {})
