@@ -10,6 +10,7 @@ from asgiref.sync import sync_to_async
 from django.contrib.auth.models import User
 from django.db import DEFAULT_DB_ALIAS, connection, connections
 from django.test.utils import setup_databases, teardown_databases
+from psycopg.conninfo import make_conninfo
 
 from django_pgstreams.models import Stream
 
@@ -21,6 +22,15 @@ CONFIGURED_NAME = connection.settings_dict["NAME"]
 def log(caplog):
     """A function for what was logged, from warnings on. A test that asks for it expects something."""
     return lambda: [record for record in caplog.get_records("call") if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def database_url(django_db_setup, django_db_blocker):
+    """The address of the tests' server, for programs that make databases of their own there."""
+    with django_db_blocker.unblock():
+        own = connection.get_connection_params()
+    names = ("host", "port", "user", "password")
+    return make_conninfo(dbname="postgres", **{name: own[name] for name in names if name in own})
 
 
 @pytest.fixture(scope="session")
