@@ -150,7 +150,7 @@ class Committer:
                 session.disconnect()
         session.close()
         if self._is_over():
-            self._refuse_rest(_CLOSED)
+            self._refuse_all()
 
     def _next_batch(self, is_connected: bool) -> list[Segment] | None:
         """What waits, once something does; an empty batch after a time of idleness; None to end."""
@@ -174,7 +174,7 @@ class Committer:
             self._store_parked(session, segment)
         session.close()
         if self._is_over():
-            self._refuse_rest(_CLOSED)
+            self._refuse_all()
 
     def _next_parked(self) -> Segment | None:
         """The parked lane whose turn it is, once there is one; None, and the thread ends, when idle."""
@@ -188,7 +188,7 @@ class Committer:
             return self._pending.take_parked(_BATCH_CHUNKS, _BATCH_BYTES)
 
     def _drain(self, deadline: float) -> None:
-        """Store what the threads have left in the calling thread; refuse the rest."""
+        """Store what the threads have left in the calling thread; refuse the rest after the deadline."""
         session = Session(
             self._using,
             timeout_seconds=min(self._timeout_seconds, max(0.0, deadline - time.monotonic())),
@@ -206,7 +206,8 @@ class Committer:
             else:
                 break
         session.close()
-        self._refuse_rest(_CLOSED)
+        if time.monotonic() >= deadline:
+            self._refuse_all()
 
     # Storing ---------------------------------------------------------------------------------------
 
@@ -238,9 +239,16 @@ class Committer:
         self._conclude([segment], results)
 
     def _attempt(
-        self, session: Session, segments: list[Segment], lock_timeout_seconds: float | None = None
+        self,
+        session: Session,
+        segments: list[Segment],
+        lock_timeout_seconds: float | None = None,
+        stray_attempts: int = _STRAY_ATTEMPTS,
     ) -> list[answers.Result]:
-        """Store segments; where the database refuses them, find out which one it refuses."""
+        """Store segments; where the database refuses them, find out which one it refuses.
+
+        Chunks that something else stored in the way of a stream's appends are stepped over.
+        """
         if not segments:
             return []
         try:
@@ -251,7 +259,10 @@ class Committer:
             return [error] * len(segments)
         except psycopg.Error as error:
             if len(segments) == 1:
-                return [self._mend(session, segments[0], lock_timeout_seconds, error)]
+                if not stray_attempts or not isinstance(error, psycopg.errors.UniqueViolation):
+                    return [error]
+                session.step_over(segments[0].lane.stream_id)
+                return self._attempt(session, segments, lock_timeout_seconds, stray_attempts - 1)
         except Exception as error:  # the thread must go on
             logger.exception("A batch of the writer of %r failed", self._using)
             session.disconnect()
@@ -261,23 +272,6 @@ class Committer:
             *self._attempt(session, segments[:middle], lock_timeout_seconds),
             *self._attempt(session, segments[middle:], lock_timeout_seconds),
         ]
-
-    def _mend(
-        self, session: Session, segment: Segment, lock_timeout_seconds: float | None, error: psycopg.Error
-    ) -> answers.Result:
-        """Step over chunks that stand in the way of a stream's appends; anything else is a refusal."""
-        try:
-            for _ in range(_STRAY_ATTEMPTS):
-                if not isinstance(error, psycopg.errors.UniqueViolation):
-                    break
-                try:
-                    session.step_over(segment.lane.stream_id)
-                    return session.store([segment], lock_timeout_seconds)[0]
-                except psycopg.Error as another:
-                    error = another
-        except (Away, AppendUnknown) as lost:
-            return lost
-        return error
 
     def _conclude(self, batch: list[Segment], results: list[answers.Result]) -> None:
         """Announce what is stored, answer, and only then give the lanes back.
@@ -316,8 +310,13 @@ class Committer:
         if self._pending.is_ready and self._sleeps:
             self._wanted.notify()
 
-    def _refuse_rest(self, reason: Away) -> None:
-        """Refuse all that is not in a batch: nothing of it was sent."""
+    def _refuse_all(self) -> None:
+        """Refuse what could not be stored in time, also what stood outside."""
+        while self._refuse_rest(_CLOSED):
+            pass
+
+    def _refuse_rest(self, reason: Away) -> bool:
+        """Refuse all that is neither in a batch nor outside; False if there is nothing."""
         with self._lock:
             rest = self._pending.take_all()
         replies: list[answers.Answer] = []
@@ -328,6 +327,7 @@ class Committer:
                 self._pending.finish(segment, count)
             if self._pending.is_ready and self._sleeps:
                 self._wanted.notify()
+        return bool(rest)
 
     def _announce(self, wake_ups: list[WakeUp]) -> None:
         try:

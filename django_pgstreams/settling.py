@@ -204,7 +204,7 @@ class Session:
         """
         try:
             self._execute(self._connect(), sql.STEP_OVER, [str(stream_id)])
-        except _LOST:
+        except Exception:  # noqa: BLE001 - it comes back at whoever stores next
             self.disconnect()
 
     # The connection --------------------------------------------------------------------------------

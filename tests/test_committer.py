@@ -89,6 +89,24 @@ def test_rows_in_the_way_are_stepped_over():
     assert stored(stream) == ["a", 1, 1, 1, "b", "d"]
 
 
+def test_rows_that_get_in_the_way_again_while_the_stream_is_locked_again_cost_no_append():
+    """Stepped over in the parked session, whose next try finds the row locked: it waits on."""
+    [stream] = make_streams(1)
+    writer = StreamWriter(stream)
+    query(
+        "INSERT INTO pgstreams_chunk (stream_id, \"offset\", payload, created_at) VALUES (%s, 0, '1', now())",
+        stream.pk,
+    )
+    with held(stream) as own:
+        waiting = writer.append_nowait("a")
+        for _ in range(30):
+            wait_until(lambda: waiting.done() or waiting_for_lock("writer"), "it waits for the row")
+            own.execute("COMMIT")
+            own.execute("BEGIN")
+            own.execute("SELECT FROM pgstreams_stream WHERE id = %s FOR UPDATE", [stream.pk])
+    assert waiting.result(30) == 1
+
+
 def test_rows_in_the_way_of_a_locked_stream_hold_nobody_up():
     stream, other = make_streams(2)
     writer, beside = StreamWriter(stream), StreamWriter(other)
@@ -417,6 +435,19 @@ def test_closing_is_bounded_in_time_and_leaves_nobody_without_an_answer():
         wait_until(lambda: not sessions("writer"), "its sessions are gone")
     assert stored(stream) == []
     assert StreamWriter(stream).append(0) == 0
+
+
+def test_closing_leaves_none_outside_without_an_answer(small):
+    [stream] = make_streams(1)
+    writer = StreamWriter(stream)
+    with held(stream):
+        futures = filled(writer)
+        waiting = [start(writer.append, number) for number in range(60)]
+        wait_until(lambda: len(committer.get("default")._pending._outside) == 60, "they stand outside")
+        committer.close_all(0.5)
+        errors = [future.exception(30) for future in futures + waiting]
+    assert {type(error) for error in errors} == {AppendFailed}
+    assert stored(stream) == []
 
 
 def test_appends_meet_a_committer_that_is_being_closed_and_nothing_is_lost():
