@@ -297,6 +297,21 @@ def test_a_short_outage_is_waited_for(stream, writer, proxy):
     assert stored(stream) == ["before", *range(100)]
 
 
+def test_a_second_connection_that_cannot_be_made_holds_nobody_up(proxy):
+    locked, other = make_streams(2)
+    writer, beside = [StreamWriter(stream, using=proxy.alias) for stream in (locked, other)]
+    writer.append("before")
+    proxy.refuse()
+    with held(locked):
+        waiting = writer.append_nowait("waits")
+        refused = proxy.accepted
+        wait_until(lambda: proxy.accepted > refused + 1, "the second connection is tried")
+        assert [beside.append(number) for number in range(20)] == list(range(20))
+        assert not waiting.done()
+    proxy.come_up()
+    assert waiting.result(60) == 1
+
+
 # Isolation -----------------------------------------------------------------------------------------
 
 
