@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import count
 from typing import Any, NoReturn
 
 from asgiref.sync import sync_to_async
@@ -399,7 +400,8 @@ class Chunk(models.Model):
         """
         using, stream_id, aware = stream._state.db, stream.pk, settings.USE_TZ
         chunks = []
-        for offset, payload, created_at in run:
+        columns = zip(count(run.first), run.payloads, run.created_at(), strict=False)
+        for offset, payload, created_at in columns:
             state = ModelState()
             state.db = using
             state.adding = False
