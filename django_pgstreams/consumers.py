@@ -20,7 +20,7 @@ from channels.db import database_sync_to_async
 from django.contrib.auth.models import AnonymousUser
 from django.db import InterfaceError, OperationalError, close_old_connections, router
 
-from . import codec, conf, hub, permissions, wire
+from . import conf, hub, permissions, wire
 from .exceptions import InvalidKey, StreamBusy, StreamClosed, StreamMissing
 from .follower import Chunks, Closed, Event, Gap, Live, Reset
 from .models import Stream
@@ -262,6 +262,9 @@ class StreamConsumer(Socket):
                     await asyncio.sleep(0)
                 while event is None:
                     event = await follower.later()
+                if isinstance(event, Chunks):
+                    await self._send_chunks(event.chunks, subscribed, alone=follower.is_alone)
+                    continue
                 await self._send_event(event, subscribed)
                 if isinstance(event, Closed):
                     return CLOSE_ENDED
@@ -271,8 +274,6 @@ class StreamConsumer(Socket):
     async def _send_event(self, event: Event, subscribed: _Subscribed) -> None:
         key = subscribed.key
         match event:
-            case Chunks(chunks):
-                await self._send_chunks(chunks, subscribed)
             case Live(offset):
                 await self.send(wire.frame("live", key, offset=offset))
             case Gap(requested, first):
@@ -285,27 +286,19 @@ class StreamConsumer(Socket):
                 reason = reason[:_MAX_REASON_CHARACTERS]
                 await self.send(wire.frame("closed", key, offset=offset, state=state, reason=reason))
 
-    async def _send_chunks(self, chunks: Run, subscribed: _Subscribed) -> None:
+    async def _send_chunks(self, chunks: Run, subscribed: _Subscribed, *, alone: bool) -> None:
         """Send chunks up to one that has no place in a frame. Raises `_Unreadable` for that one."""
-        texts = []
-        unreadable = None
-        content_type = subscribed.content_type
-        for offset, payload in enumerate(chunks.payloads, chunks.first):
-            try:
-                texts.append(codec.splice(content_type, payload))
-            except UnicodeDecodeError as error:
-                unreadable = (
-                    f"Chunk {offset} is not UTF-8 text, as {content_type} has to be ({error.reason}); "
-                    f"subscribe from {offset + 1} to leave it out."
-                )
-                break
-        for text, position in wire.chunk_frames(
-            subscribed.key, chunks.first, texts, subscribed.max_frame_bytes
-        ):
+        key = subscribed.key
+        made: wire.RunFrames | None = chunks.frames
+        if made is None or made.stream != key:
+            made = wire.run_frames(key, subscribed.content_type, chunks, subscribed.max_frame_bytes)
+            if not alone:
+                chunks.frames = made  # once for all who are given the same run, under the same key
+        for text, position in made.frames:
             subscribed.sent = position  # before the send: the acknowledgement may be quick
             await self.send(text)
-        if unreadable is not None:
-            raise _Unreadable(unreadable)
+        if made.unreadable:
+            raise _Unreadable(made.unreadable)
 
 
 def _cancel_now(stream: Stream) -> None:

@@ -77,7 +77,7 @@ class Feed:
             self.gone = True
         elif self.row is None or self.row.epoch != page.row.epoch:
             self.row, self.window = page.row, None
-        elif _age(page.row) > _age(self.row):
+        elif page.row.next_offset > self.row.next_offset or _age(page.row) > _age(self.row):
             self.row = page.row
         if self.window is not None:
             self.window.extend(page.chunks, max_bytes)
@@ -166,6 +166,11 @@ class Follower:
         self._live = False
         self._tail_seen = -1  # the tail as this reader's own last page showed it
         self._closed = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else follows the stream in this event loop."""
+        return self._feed.followers == 1
 
     def close(self) -> None:
         """Stop following. Safe to call twice."""

@@ -21,6 +21,7 @@ class Window:
         self._payloads: list[bytes] = []
         self._times: list[int] = []
         self._dropped = 0  # chunks at the head of the lists that are no longer in the window
+        self._latest: Run | None = None  # what it was extended by, for all who wait for just that
 
     def extend(self, run: Run, max_bytes: int) -> None:
         """Add the part of a run that continues the window.
@@ -36,6 +37,8 @@ class Window:
         self.end += len(new)
         self.size_bytes += sum(map(len, new))
         self._shrink(max_bytes)
+        # Nothing that has left the window is kept by it.
+        self._latest = run if known == 0 and self.start <= run.first else None
 
     def _shrink(self, max_bytes: int) -> None:
         while self.size_bytes > max_bytes and self.start < self.end - 1:
@@ -49,9 +52,20 @@ class Window:
             self._dropped = 0
 
     def slice(self, position: int, max_chunks: int, max_bytes: int) -> Run:
-        """The chunks from `position` on, bounded, but one at least; empty when `position` is outside."""
+        """The chunks from `position` on, bounded, but one at least; empty when `position` is outside.
+
+        Nobody may change it: those who are at the same position are given the same run.
+        """
         if not self.start <= position < self.end:
             return Run(position, [], [])
+        latest = self._latest
+        if (
+            latest is not None
+            and position == latest.first
+            and len(latest.payloads) <= max_chunks
+            and self.size_bytes <= max_bytes
+        ):
+            return latest
         first = self._dropped + position - self.start
         payloads = self._payloads[first : first + max_chunks]
         if self.size_bytes > max_bytes:

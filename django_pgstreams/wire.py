@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
-from . import keys
+from . import codec, keys
 from .buffer import Batch, WakeUp
 from .exceptions import PGStreamsError
+from .pages import Run
 
 SUBPROTOCOL = "pgstreams.v1"
 
@@ -168,24 +169,52 @@ def frame(kind: str, stream: str | None = None, **fields: Any) -> str:
     return _as_json({"type": kind, **about, **fields})
 
 
-def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) -> Iterator[tuple[str, int]]:
+class RunFrames(NamedTuple):
+    """A run of chunks as frames, each with the position after it, and what is wrong with the next chunk.
+
+    `unreadable` is empty when nothing is; its text is for the client.
+    """
+
+    stream: str
+    frames: list[tuple[str, int]]
+    unreadable: str
+
+
+def run_frames(stream: str, content_type: str, run: Run, max_bytes: int) -> RunFrames:
+    """The frames of a run, up to a chunk that has no place in a frame. For `max_bytes` see `chunk_frames`."""
+    texts = []
+    unreadable = ""
+    for offset, payload in enumerate(run.payloads, run.first):
+        try:
+            texts.append(codec.splice(content_type, payload))
+        except UnicodeDecodeError as error:
+            unreadable = (
+                f"Chunk {offset} is not UTF-8 text, as {content_type} has to be ({error.reason}); "
+                f"subscribe from {offset + 1} to leave it out."
+            )
+            break
+    return RunFrames(stream, chunk_frames(stream, run.first, texts, max_bytes), unreadable)
+
+
+def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) -> list[tuple[str, int]]:
     """`chunks` frames for consecutive chunks from `offset` on, each with the position after it.
 
     `data` is each chunk's JSON text (`codec.splice`). A frame has at most `max_bytes`, or a single chunk.
     """
     name = _as_json(stream)
-    at = offset
-    for run in _runs(data, max_bytes - len(name) - _FRAME_HEAD_BYTES):
-        head = f'{{"type":"chunks","stream":{name},"offset":{at},"next":{at + len(run)},"data":['
-        at += len(run)
-        yield f"{head}{','.join(run)}]}}", at
+    max_bytes -= len(name) + _FRAME_HEAD_BYTES
+    fits = sum(map(len, data)) * _MAX_CHARACTER_BYTES + len(data) <= max_bytes  # as nearly always
+    frames = []
+    for run in [data] if fits and data else _runs(data, max_bytes):
+        position = offset + len(run)
+        head = f'{{"type":"chunks","stream":{name},"offset":{offset},"next":{position},"data":['
+        frames.append((f"{head}{','.join(run)}]}}", position))
+        offset = position
+    return frames
 
 
-def _runs(texts: Sequence[str], max_bytes: int) -> Iterator[Sequence[str]]:
+def _runs(texts: Iterable[str], max_bytes: int) -> Iterator[Sequence[str]]:
     """The texts in runs of at most `max_bytes` UTF-8 bytes, commas between them included, or of one text."""
-    if texts and sum(map(len, texts)) * _MAX_CHARACTER_BYTES + len(texts) <= max_bytes:
-        yield texts  # as nearly always
-        return
     run: list[str] = []
     size = 0
     for text in texts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 
 import pytest
@@ -100,6 +101,25 @@ async def test_a_subscription_starts_where_it_says(owner, stream, offset, first)
             assert frames[0]["offset"] == first
             assert [value for frame in frames[1:-1] for value in frame["data"]] == list(range(first, 10))
             assert frames[-1]["offset"] == 10
+
+
+async def test_viewers_of_one_stream_share_its_frames_but_not_their_names_for_it(owner, stream):
+    class Aliased(StreamConsumer):
+        async def get_stream(self, key):
+            return await super().get_stream("a/b")
+
+    async with contextlib.AsyncExitStack() as stack:
+        visits = {}
+        for key in ("one", "two", "one/too"):
+            visits[key] = await stack.enter_async_context(
+                Visit(f"/ws/streams/{key}/", owner, consumer=Aliased)
+            )
+            await visits[key].frames("live")
+        for number in range(3):
+            await append(stream, number)
+            for key, visit in visits.items():
+                frame = await visit.frame()
+                assert (frame["stream"], frame["offset"], frame["data"]) == (key, number, [number])
 
 
 async def test_many_streams_share_a_socket(owner):

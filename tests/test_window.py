@@ -93,6 +93,26 @@ def test_it_is_a_plain_list_with_a_bound_whatever_happens():
             assert window.slice(position, limit, PLENTY) == expected
 
 
+def test_all_who_wait_for_the_latest_run_are_given_that_one():
+    window = Window(5)
+    window.extend(run(5, 2), PLENTY)
+    latest = run(7, 3)
+    window.extend(latest, PLENTY)
+    assert window.slice(7, 3, PLENTY) is latest
+    assert offsets(window.slice(7, 2, PLENTY)) == [7, 8]
+    assert offsets(window.slice(7, 3, 20)) == [7, 8]
+    assert offsets(window.slice(8, 3, PLENTY)) == [8, 9]
+
+
+def test_a_latest_run_that_has_left_it_in_part_is_not_kept():
+    window = Window(0)
+    window.extend(run(0, 10), 50)
+    assert (window.start, window.size_bytes) == (5, 50)
+    assert not window.slice(0, 10, PLENTY)
+    assert offsets(window.slice(5, 10, PLENTY)) == [5, 6, 7, 8, 9]
+    assert window._latest is None
+
+
 def test_what_has_left_it_takes_no_memory():
     window = Window(0)
     for first in range(0, 10_000, 10):
