@@ -261,7 +261,8 @@ class Committer:
             if len(segments) == 1:
                 if not stray_attempts or not isinstance(error, psycopg.errors.UniqueViolation):
                     return [error]
-                session.step_over(segments[0].lane.stream_id)
+                if not session.step_over(segments[0].lane.stream_id):
+                    return [answers.LOCKED]
                 return self._attempt(session, segments, lock_timeout_seconds, stray_attempts - 1)
         except Exception as error:  # the thread must go on
             logger.exception("A batch of the writer of %r failed", self._using)

@@ -197,15 +197,13 @@ class Session:
             for segment in segments
         ]
 
-    def step_over(self, stream_id: int) -> None:
-        """Raise a stream's counter past chunks that something else stored, unless its row is locked.
-
-        When the connection is lost, so be it: whoever stores next finds the chunks in the way again.
-        """
+    def step_over(self, stream_id: int) -> bool:
+        """Raise a stream's counter past chunks that something else stored; False if its row is locked."""
         try:
-            self._execute(self._connect(), sql.STEP_OVER, [str(stream_id)])
+            return bool(self._execute(self._connect(), sql.STEP_OVER, [str(stream_id)]))
         except Exception:  # noqa: BLE001 - it comes back at whoever stores next
             self.disconnect()
+            return False
 
     # The connection --------------------------------------------------------------------------------
 

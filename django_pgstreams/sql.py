@@ -149,6 +149,7 @@ SET next_offset = greatest(
     (SELECT max("offset") + 1 FROM pgstreams_chunk WHERE stream_id = $1::bigint)
 )
 WHERE id = (SELECT id FROM pgstreams_stream WHERE id = $1::bigint FOR NO KEY UPDATE SKIP LOCKED)
+RETURNING id
 """
 
 REGISTER_WRITER = "INSERT INTO pgstreams_writer (id) VALUES ($1::uuid) ON CONFLICT DO NOTHING"
