@@ -112,7 +112,7 @@ def test_every_append_is_stored_once_and_every_future_is_right(proxy, seed, capl
     beside.tell("go")
     over = threading.Event()
     disturbing = start(disturb, proxy, over, chance)
-    futures = run_writers(streams, proxy.alias, time.monotonic() + 4)
+    futures = run_writers(streams, proxy.alias, time.monotonic() + 3)
     over.set()
     disturbing.result(60)
     proxy.marks = ()
