@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import psycopg
 
-from benchmarks import latency, orm, peers, scale, seed, writer
+from benchmarks import fanout, latency, orm, peers, scale, seed, writer
 from benchmarks.shared.errors import BenchmarkError
 from benchmarks.shared.reporting import save_plot, table
 from benchmarks.shared.results import Bar, Result, median_result, report
@@ -28,6 +28,7 @@ RUNS_OF_A_CHECK = 3
 
 # What each module defines: see `benchmarks`.
 BENCHMARKS: dict[str, ModuleType] = {
+    "fanout": fanout,
     "latency": latency,
     "orm": orm,
     "peers": peers,
