@@ -535,6 +535,22 @@ async def test_streams_that_use_up_a_read_do_not_starve_the_others(settings):
         await reader.stop()
 
 
+async def test_streams_beyond_what_is_read_at_once_are_read_next(monkeypatch, settings):
+    settings.PGSTREAMS = {"POLL_INTERVAL_SECONDS": NEVER_SECONDS}
+    monkeypatch.setattr(hub, "_MAX_TICK_FEEDS", 3)
+    streams = [await make(f"rounds/{number}") for number in range(8)]
+    readers = [Reader(stream) for stream in streams]
+    await all_live(*readers)
+    queries = hub.get("default").queries
+    for stream in streams:
+        await in_thread(store)(stream, 2)
+    hub.wake("default", Batch(tuple(WakeUp(stream.pk, 2) for stream in streams), everything=False))
+    await until(lambda: all(reader.offsets == [0, 1] for reader in readers), "all arrive")
+    assert 3 <= hub.get("default").queries - queries <= 6
+    for reader in readers:
+        await reader.stop()
+
+
 async def test_windows_together_keep_their_bound(settings):
     settings.PGSTREAMS = {"WINDOW_BYTES": 5000, "WINDOWS_BYTES": 20_000, "POLL_INTERVAL_SECONDS": 1.0}
     streams = [await make(f"windows/{number}") for number in range(10)]
