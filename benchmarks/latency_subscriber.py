@@ -15,7 +15,7 @@ import django
 
 django.setup()
 
-from benchmarks.shared.talking import say  # noqa: E402
+from benchmarks.shared.talking import say, settle  # noqa: E402
 from django_pgstreams.hub import subscribe  # noqa: E402
 
 
@@ -25,6 +25,7 @@ async def main(keys: list[str]) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = {key: group.create_task(follow(key, started)) for key in keys}
         await started.wait()
+        settle()
         say({"live": True})
     say({"received": {key: task.result() for key, task in tasks.items()}})
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,7 @@ from django.contrib.auth.models import User  # noqa: E402
 from django.db import connection  # noqa: E402
 from django.test import Client  # noqa: E402
 
-from benchmarks.shared.talking import hear, say  # noqa: E402
+from benchmarks.shared.talking import hear, say, settle  # noqa: E402
 from django_pgstreams.models import Stream  # noqa: E402
 from django_pgstreams.writer import StreamWriter  # noqa: E402
 
@@ -50,6 +51,7 @@ def main() -> None:
             stream.append(chunk(-1))
         say({"keys": keys, "session": browser.cookies["sessionid"].value})
         hear()
+        settle()
         count = round(case["rate"] * case["seconds"])
         append = append_with_writers if case["with_writer"] else append_in_threads
         acknowledged = append(streams, count, case["rate"])
@@ -85,19 +87,24 @@ def append_with_writers(streams: list[Stream], count: int, rate: float) -> Ackno
     """Nobody waits for an append: as producers that are many would do."""
     acknowledged: Acknowledged = {stream.key: [] for stream in streams}
 
-    def note(key: str, number: int, done: Future[int]) -> None:
-        acknowledged[key].append((done.result(), number, time.monotonic()))
+    failed: list[BaseException] = []
 
-    appended: list[Future[int]] = []
+    def note(key: str, number: int, done: Future[int]) -> None:
+        if error := done.exception():
+            failed.append(error)
+        else:
+            acknowledged[key].append((done.result(), number, time.monotonic()))
+
     with contextlib.ExitStack() as stack:
         writers = [(stream.key, stack.enter_context(StreamWriter(stream))) for stream in streams]
         ways = itertools.cycle(writers)
         for number in paced(count, rate):
             key, writer = next(ways)
-            appended.append(writer.append_nowait(chunk(number)))
-            appended[-1].add_done_callback(partial(note, key, number))
-    for done in appended:
-        done.result()
+            writer.append_nowait(chunk(number)).add_done_callback(partial(note, key, number))
+    if failed:
+        raise failed[0]
+    if sum(map(len, acknowledged.values())) != count:
+        sys.exit("An append was never acknowledged.")
     return acknowledged
 
 
