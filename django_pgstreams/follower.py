@@ -145,8 +145,8 @@ class Reader(Protocol):
     def learn(self, feed: Feed, page: Page) -> None:
         """Take what a page tells about its stream."""
 
-    async def wait(self, feed: Feed) -> None:
-        """Wait until something about a feed has changed."""
+    def wait(self, feed: Feed) -> asyncio.Future[None]:
+        """Register somebody who waits until something about a feed has changed."""
 
     async def page(self, feed: Feed, position: int) -> Page:
         """A page, read together with whoever wants the same."""
@@ -181,9 +181,8 @@ class Follower:
 
     async def next(self) -> Event:
         """Wait for what comes next. After `Closed` there is nothing more; its state is "" after `close`."""
-        event = self.poll()
-        while event is None:
-            event = await self.later()
+        while (event := self.poll() or await self._read_on()) is None:
+            pass
         return event
 
     def poll(self) -> Event | None:
@@ -235,7 +234,11 @@ class Follower:
                 # This reader has seen more than the window, which must catch up.
                 self._reader.mark(feed)
             feed.live_is_news |= not self._live
-            await self._reader.wait(feed)
+            future = self._reader.wait(feed)
+            try:
+                await future
+            finally:
+                feed.waiting.discard(future)
             return None
         page = await self._reader.page(feed, self.position)
         if page.row is not None and self.position > page.row.next_offset:

@@ -137,16 +137,13 @@ class Hub:
         """The bound of each window, so that all together keep theirs."""
         return min(self._settings.WINDOW_BYTES, self._settings.WINDOWS_BYTES // max(1, len(self._feeds)))
 
-    async def wait(self, feed: Feed) -> None:
-        """Wait at the end of a feed's window until something about it has changed."""
+    def wait(self, feed: Feed) -> asyncio.Future[None]:
+        """Register somebody who waits at the end of a feed's window until something about it has changed."""
         future = self.loop.create_future()
         feed.waiting.add(future)
         if feed in self._dirty:
             self._wanted.set()
-        try:
-            await future
-        finally:
-            feed.waiting.discard(future)
+        return future
 
     def is_dirty(self, feed: Feed) -> bool:
         """Whether the feed may have moved since it was read."""

@@ -71,6 +71,7 @@ class Subscription:
                 for chunk in batch:
                     self.position = chunk.offset + 1
                     yield chunk
+                del batch, chunk
 
     def _batches(self) -> Iterator[list[Chunk]]:
         """Blocks; the hub of the background loop reads for all threads."""
@@ -97,6 +98,8 @@ class Subscription:
             while (chunks := self._take(stream, await follower.next())) is not None:
                 if chunks:
                     yield chunks
+                # Thousands wait for hours: none keeps what it has passed on.
+                del chunks
         finally:
             follower.close()
 
@@ -187,6 +190,7 @@ class Batches:
             async for batch in batches:
                 self._subscription.position = batch[-1].offset + 1
                 yield batch
+                del batch
 
 
 def _in_event_loop() -> bool:
