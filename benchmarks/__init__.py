@@ -23,7 +23,8 @@ files or folders `NAME_*`, all of which go into the results as its scripts. `__m
 configuration but for `max_connections` and the socket, data on disk, removed at the end. `run.server()`,
 which takes an environment, and `fresh_database(server)` are its two halves. `Program` is a Python module in
 another process, with the example project's settings and that database; they talk JSON lines, and its death
-raises what it said on standard error. `daphne(database)` and `uvicorn(database)` serve.
+raises what it said on standard error. Its end is `say()`, `hear()` and, before what is measured, `settle()`
+of `shared.talking`. `daphne(database)` and `uvicorn(database)` serve.
 
 A reader always checks: `check(acknowledged, received)` raises `BenchmarkError`, exit code 2, unless every
 acknowledged chunk arrived once and in order. Nothing in rows, bars or data may hold a path of the machine.

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 import psycopg
 import pytest
-from django.db import connection
-from psycopg.conninfo import make_conninfo
 
 from benchmarks import __main__ as command
 from benchmarks import latency, orm
@@ -27,51 +25,41 @@ from benchmarks.shared.running import Run
 from tests.waiting import DEADLINE_SECONDS, wait_until
 
 
-@pytest.fixture
-def database_url(django_db_setup, django_db_blocker):
-    """The server of the tests."""
-    with django_db_blocker.unblock():
-        own = connection.get_connection_params()
-    names = ("host", "port", "user", "password")
-    return make_conninfo(dbname="postgres", **{name: own[name] for name in names if name in own})
-
-
-def leftovers(database_url):
+def has_no_leftovers(database_url):
     with psycopg.connect(database_url) as own:
         query = "SELECT datname FROM pg_database WHERE datname LIKE 'pgstreams_benchmark_%'"
-        return own.execute(query).fetchall()
+        return not own.execute(query).fetchall()
 
 
 # The benchmarks run ----------------------------------------------------------------------------------
 
 
-def test_latency_reports_each_reader_and_rate(database_url, tmp_path, monkeypatch, capfd):
+def test_latency_reports_each_reader_of_what_stream_writers_store(database_url, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(latency, "DELAYS_MS", (0,))
-    monkeypatch.setattr(latency, "RATES", (20, 200))
-    monkeypatch.setattr(latency, "MOST_APPENDS", 100)
+    monkeypatch.setattr(latency, "RATES", (100,))
+    monkeypatch.setattr(latency, "MOST_APPENDS", 10)
     code = main(["latency", "--seconds=0.3", "--database-url", database_url, f"--results={tmp_path}"])
     printed = capfd.readouterr()
     assert (code, printed.err) == (0, "")
-    assert printed.out.splitlines()[-1].startswith("latency: p50 to a subscriber at 20/s ")
+    assert printed.out.splitlines()[-1].startswith("latency: p50 to a subscriber at 100/s ")
     report = json.loads((tmp_path / "latency.json").read_text())
-    cases = [(row["delay ms"], row["to"], row["rate"]) for row in report["rows"]]
-    assert cases == [(0, to, rate) for to in ("subscriber", "websocket") for rate in (20, 200)]
+    assert [row["to"] for row in report["rows"]] == ["subscriber", "websocket"]
     for row in report["rows"]:
         assert row["p50"] <= row["p95"] <= row["p99"] <= row["max"]
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
-    assert leftovers(database_url) == []
+    # Another run of the tests may use this server too.
+    wait_until(lambda: has_no_leftovers(database_url), "the benchmark's database is dropped")
 
 
 def test_a_slower_network_is_as_slow_as_it_says(database_url, monkeypatch):
     monkeypatch.setattr(latency, "READERS", ("subscriber",))
-    monkeypatch.setattr(latency, "RATES", (20,))
+    monkeypatch.setattr(latency, "RATES", (20,))  # by stream.append()
     surroundings = Run("latency", SimpleNamespace(seconds=0.3), database_url)
     [row] = latency.measure_network(surroundings, database_url, 5)
     assert row["kept"] >= 5
     # The wake-up to Postgres and to the reader, then the reader's question and its answer, less the
     # acknowledgement's own way to the writer.
     assert row["p50"] >= 3 * 5
-    assert leftovers(database_url) == []
 
 
 def test_orm_compares_appending_with_creating(database_url, tmp_path, capfd):
@@ -82,7 +70,6 @@ def test_orm_compares_appending_with_creating(database_url, tmp_path, capfd):
     assert [row["call"] for row in report["rows"]] == ["append", "create with JSON", "create with bytes"]
     [bar] = report["bars"]
     assert bar["holds"] == (bar["value"] >= 0.7)
-    assert leftovers(database_url) == []
 
 
 def test_a_report_says_what_made_it_but_not_where(database_url, tmp_path):
