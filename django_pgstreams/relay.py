@@ -124,14 +124,16 @@ class Relay:
         snapshot = None if self._moving else self._ask(sql.SNAPSHOT)[0][0]
         if snapshot is not None and snapshot == self._snapshot:
             return False
-        watch = self._watch or Watch(int(self._ask(sql.HIGHEST_STREAM)[0][0] or 0), time.monotonic())
+        watch = self._watch
+        if watch is None:
+            watch = Watch(int(self._ask(sql.HIGHEST_STREAM)[0][0] or 0), time.monotonic())
         changed, read = self._read(watch)
         batch = self._batch(watch.wake_ups(changed, read))
         if batch is not None:
             self._announce(batch)
         watch.accept(changed, read, time.monotonic())
         if self._watch is None:
-            logger.info("The relay of %r watches %d open streams", self._using, len(watch))
+            logger.info("The relay of %r watches %d open streams", self._using, watch.streams)
         self._watch, self._snapshot = watch, snapshot
         return batch is not None
 
@@ -152,7 +154,10 @@ class Relay:
     def _batch(self, wake_ups: Iterable[WakeUp]) -> Batch | None:
         """What to announce; everything at first, and in place of very many."""
         buffer = Buffer()
-        buffer.restore(Batch(tuple(wake_ups) if self._watch else (), everything=self._watch is None))
+        if self._watch is None:
+            buffer.restore(Batch((), everything=True))
+        else:
+            buffer.add(wake_ups)
         return buffer.take() if buffer else None
 
     def _announce(self, batch: Batch) -> None:

@@ -41,7 +41,9 @@ class Watch:
         self._marked_at = now
         self._blocks: dict[int, Block] = {}
 
-    def __len__(self) -> int:
+    @property
+    def streams(self) -> int:
+        """How many are watched."""
         return sum(len(block.positions) for block in self._blocks.values())
 
     def changed(self, digests: Mapping[int, str]) -> list[int]:
