@@ -120,8 +120,8 @@ def test_the_example_in_sql_appends() -> None:
     stream = Stream.objects.create(key="builds/18")
     stream.append(0)
     with connection.cursor() as cursor:
-        cursor.execute(example("sql", "WITH taken"))
-        cursor.execute(example("sql", "WITH taken"))
+        cursor.execute(example("sql", "SELECT pgstreams_append"))
+        cursor.execute(example("sql", "SELECT pgstreams_append"))
     stream.append(3)
     by_sql = {"by": "SQL"}
     assert [(chunk.offset, chunk.data) for chunk in stream.read()] == [
