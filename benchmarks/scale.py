@@ -15,8 +15,10 @@ it is, 1 when it grows as fast as the size, above 1 when it outgrows it.
   memory. A poll here is a wake-up that says no more than "look at everything", and finds a chunk that
   nobody announced.
 
-The tables are filled at the server. What a size measures is checked: each acknowledged chunk is stored, or
-received by the followers, once and in order.
+The subscribing process runs `gc.freeze()` once it follows everything, as a process with as many long-lived
+objects should: else Python's full collections, which visit a million of them at 20,000 subscriptions, take
+up to half of the time in which all streams move. The tables are filled at the server. What a size measures
+is checked: each acknowledged chunk is stored, or received by the followers, once and in order.
 """
 
 from __future__ import annotations

@@ -6,11 +6,15 @@ nothing is followed yet. At `null` it says, for each stream, each chunk's offset
 
 Its polls are put off, so that what is measured is what it was woken for. "Look at everything", which a
 wake-up asks for when there were too many to be listed, does what a poll does.
+
+Once everything is followed, what there is then is frozen, out of the garbage collector's sight (`gc.freeze`).
+Else it is Python's full collections that grow: each visits a million objects at 20,000 subscriptions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import time
@@ -49,6 +53,7 @@ class Followers:
                 received += chunk.offset, bytes(chunk.payload)
             self.count += len(chunks)
             self._arrived.set()
+            del chunks, chunk
 
     async def rest_after(self, count: int) -> None:
         """Wait until so many chunks are there and nothing is read any more."""
@@ -63,12 +68,17 @@ class Followers:
 
 async def main(keys: list[str]) -> None:
     followers = Followers()
-    tasks = []
+    tasks: list[asyncio.Task[None]] = []
+    frozen = False
     while (count := await asyncio.to_thread(hear)) is not None:
         if count and not tasks:
             tasks = [asyncio.create_task(followers.follow(key)) for key in keys]
         await followers.rest_after(count)
         say({"cpu_seconds": time.process_time(), "memory_bytes": resident_bytes()})
+        if tasks and not frozen:
+            gc.collect()
+            gc.freeze()
+            frozen = True
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
