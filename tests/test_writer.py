@@ -427,6 +427,10 @@ def test_what_is_no_offset_is_refused_alone(stream, expected):
     assert other.result(30) == 0
 
 
+def percentile(times, part):
+    return sorted(times)[int(len(times) * part)]
+
+
 # C21 -----------------------------------------------------------------------------------------------
 
 
@@ -436,8 +440,14 @@ async def test_token_streams_do_not_slow_their_producers_and_arrive_in_time(aliv
     settings.PGSTREAMS = {"FLUSH_INTERVAL_SECONDS": 0.05}
     streams = await in_thread(make_streams)(20, content_type="text/plain")
     loop = asyncio.get_running_loop()
-    committed, lags, blocked = {}, [], []
+    committed, lags, blocked, delays = {}, [], [], []
     total = 60 * seconds
+
+    async def see_how_late_the_loop_is():
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            delays.append(loop.time() - before - 0.01)
 
     async def produce(stream):
         async with StreamWriter(stream) as writer:
@@ -465,14 +475,16 @@ async def test_token_streams_do_not_slow_their_producers_and_arrive_in_time(aliv
         assert text == [f"token {number} " for number in range(total)]
 
     began = loop.time()
+    seeing = asyncio.create_task(see_how_late_the_loop_is())
     await asyncio.gather(*(work(stream) for stream in streams for work in (produce, follow)))
+    seeing.cancel()
     took = loop.time() - began
     await sync_to_async(receivers.release)()
     heard = await in_thread(ear.hear)()
-    lags.sort()
-    blocked.sort()
-    assert lags[int(len(lags) * 0.95)] < 0.25
-    assert blocked[int(len(blocked) * 0.99)] < 0.02
+    # A busy machine makes everything late.
+    late = percentile(delays, 0.95)
+    assert percentile(lags, 0.95) < 0.25 + 4 * late
+    assert percentile(blocked, 0.95) < 0.01 + late
     assert len(heard) <= took / 0.05 + 2
 
 
