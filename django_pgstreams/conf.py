@@ -34,7 +34,7 @@ class Settings:
     PAGE_CHUNKS: int = 1000
     """Chunks that one read of a stream brings at the most."""
     PAGE_BYTES: int = 1024 * 1024
-    """One read of all streams together stops at the chunk with which it has this much payload."""
+    """Payload that one read brings at most, all its streams together (but always one chunk)."""
     WINDOW_BYTES: int = 1024 * 1024
     """Recent payload kept for each stream that is followed in this process."""
     WINDOWS_BYTES: int = 64 * 1024 * 1024

@@ -100,10 +100,7 @@ def parameters(
     max_bytes: int,
     max_page_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Parameters of `sql.PAGES`: bounds of each page, and on the payload of all together.
-
-    The last page that still gets something may exceed the bound of all by its own.
-    """
+    """Parameters of `sql.PAGES`: bounds of each page, and on the payload of all together."""
     return {
         "stream_ids": _array(stream_ids),
         "positions": _array(positions),

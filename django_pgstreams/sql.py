@@ -85,12 +85,12 @@ DELETE_CHUNKS = "DELETE FROM pgstreams_chunk WHERE stream_id = %(stream_id)s"
 PAGES = """
 SELECT page.place, page.stream_id, page.epoch, page.content_type, page.state, page.reason,
        page.next_offset, page.first_offset, page.first_stored,
-       CASE WHEN page.bytes_before < %(max_bytes)s THEN page.payloads END,
-       CASE WHEN page.bytes_before < %(max_bytes)s THEN page.times END
+       CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, %(max_bytes)s) THEN page.payloads END,
+       CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, %(max_bytes)s) THEN page.times END
 FROM (
     SELECT want.place, s.id AS stream_id, s.epoch, s.content_type, s.state, s.reason,
-           s.next_offset, s.first_offset, run.first_stored, run.payloads, run.times,
-           sum(run.bytes) OVER (ORDER BY want.place ROWS UNBOUNDED PRECEDING) - run.bytes AS bytes_before
+           s.next_offset, s.first_offset, run.first_stored, run.payloads, run.times, run.bytes,
+           sum(run.bytes) OVER (ORDER BY want.place ROWS UNBOUNDED PRECEDING) AS bytes_up_to_here
     FROM unnest(%(stream_ids)s::bigint[], %(positions)s::bigint[])
          WITH ORDINALITY AS want (stream_id, position, place)
     LEFT JOIN pgstreams_stream AS s ON s.id = want.stream_id
@@ -122,8 +122,9 @@ ORDER BY page.place
 Every wanted stream has one row: without `stream_id` when it does not exist. `first_stored` is the first
 offset stored at or after the position. Payloads, and their times (8 bytes each, as Postgres sends them), are
 those of the chunks that follow the position without a hole, as far as the page's bytes go, its first chunk at
-least; none once the pages before it have used up the bytes of all. Offsets are gapless, so a range of them
-bounds a page. A row per stream, not per chunk: the cost of rows would be most of the cost of short chunks.
+least; none where the pages before it leave no room in the bytes of all. Offsets are gapless, so a range of
+them bounds a page. A row per stream, not per chunk: rows would be most of the cost of short chunks. The
+window hands the aggregates their input in its order.
 """
 
 NOTIFY = "SELECT pg_notify($1, payload) FROM unnest($2::text[]) AS payload"
