@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -48,7 +49,7 @@ PGBENCH = ["--no-vacuum", "--protocol=prepared", f"--client={CLIENTS}", "--jobs=
 HERE = Path(__file__).parent
 
 AS_IT_IS = "as it is"
-SLOWER = "flush 1 ms slower"
+SLOWER = "flush 1 ms slower (preload)"
 TRIGGER = "trigger"
 BUFFERED = "buffered"
 
@@ -138,7 +139,10 @@ def flushes(disk: str) -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="bench-", dir=base) as directory:
         library = Path(directory) / "slow_flush.so"
         source = HERE / "seed_slow_flush.c"
-        command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            raise BenchmarkError("A C compiler builds the library that makes flushes slower; none is here.")
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
         built = subprocess.run(command, capture_output=True, encoding="utf-8")
         if built.returncode:
             raise BenchmarkError(f"The library that makes flushes slower cannot be built:\n{built.stderr}")
@@ -150,14 +154,9 @@ def flushes(disk: str) -> Iterator[dict[str, str]]:
 
 def pgbench(database: str, seconds: float) -> tuple[int, float]:
     """How many transactions pgbench committed, and how many per second."""
-    script = HERE / "seed_append.sql"
-    command = [
-        package_binaries() / "pgbench",
-        *PGBENCH,
-        f"--file={script}",
-        f"--time={max(1, round(seconds))}",
-    ]
-    done = subprocess.run([*command, database], capture_output=True, encoding="utf-8")
+    command = [str(package_binaries() / "pgbench"), *PGBENCH, f"--file={HERE / 'seed_append.sql'}"]
+    command += [f"--time={max(1, round(seconds))}", database]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8")
     processed, failed, rate = (
         re.search(pattern, done.stdout)
         for pattern in (r"actually processed: (\d+)", r"failed transactions: (\d+)", r"tps = ([\d.]+)")
@@ -210,4 +209,4 @@ def plot(figure: Figure, report: dict[str, Any]) -> None:
         axes.set_xlabel(label)
     panels[0].set_yticks([place + height * (len(disks) - 1) / 2 for place in range(len(names))], names)
     panels[0].invert_yaxis()
-    panels[0].legend(fontsize=7, loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=8)
