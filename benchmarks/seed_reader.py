@@ -26,6 +26,7 @@ import psycopg  # noqa: E402
 
 from benchmarks.shared.checking import Ledger, check, spread  # noqa: E402
 from benchmarks.shared.errors import BenchmarkError  # noqa: E402
+from benchmarks.shared.talking import settle  # noqa: E402
 from django_pgstreams.hub import subscribe  # noqa: E402
 from django_pgstreams.models import Chunk, Stream  # noqa: E402
 
@@ -130,6 +131,7 @@ async def receive(streams: Sequence[Stream], polling: Sequence[str]) -> tuple[Le
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(work) for work in followers(streams, polling, received)]
         await received.wait_for(max(len(tasks), len(streams)))
+        settle()
         say(following=len(tasks))
         acknowledged = json.loads(await asyncio.to_thread(sys.stdin.readline))["acknowledged"]
         table = await asyncio.to_thread(stored)

@@ -25,7 +25,7 @@ django.setup()
 
 from benchmarks.shared.checking import spread  # noqa: E402
 from benchmarks.shared.errors import BenchmarkError  # noqa: E402
-from benchmarks.shared.talking import hear, say  # noqa: E402
+from benchmarks.shared.talking import hear, say, settle  # noqa: E402
 from django_pgstreams.models import Stream  # noqa: E402
 from django_pgstreams.writer import StreamWriter  # noqa: E402
 
@@ -80,6 +80,7 @@ def main() -> None:
         producer.take(0, begun.result())
     say({"keys": keys})
     hear()
+    settle()
     cpu, began = time.process_time(), time.monotonic_ns()
     until = began + int(case["seconds"] * 1e9)
     if case["threads"]:

@@ -20,7 +20,7 @@ django.setup()
 
 from benchmarks.shared.checking import spread  # noqa: E402
 from benchmarks.shared.errors import BenchmarkError  # noqa: E402
-from benchmarks.shared.talking import say  # noqa: E402
+from benchmarks.shared.talking import say, settle  # noqa: E402
 from django_pgstreams.hub import subscribe  # noqa: E402
 from django_pgstreams.models import Chunk  # noqa: E402
 
@@ -56,6 +56,7 @@ async def main(keys: list[str]) -> None:
         for key, checker in zip(keys, checkers, strict=True):
             group.create_task(follow(key, checker, started))
         await started.wait()
+        settle()
         cpu, began = time.process_time(), time.monotonic()
         say({"live": True})
     say(

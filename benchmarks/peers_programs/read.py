@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from benchmarks.shared.talking import hear, say
+from benchmarks.shared.talking import hear, say, settle
 
 from .peer import load
 from .received import Received
@@ -42,6 +42,7 @@ def main(plan: dict[str, Any]) -> None:
     say("following")
     if not received.wait_for([1] * STREAMS, quiet_seconds=PATIENCE_SECONDS):
         sys.exit(f"The first chunks do not arrive: {received.counts}")
+    settle()
     say("live")
     told = hear()
     received.wait_for(told["acknowledged"], quiet_seconds=QUIET_SECONDS)

@@ -10,6 +10,8 @@ import json
 import sys
 from typing import Any
 
+from benchmarks.shared.talking import settle
+
 from .peer import load
 from .work import Work
 
@@ -17,6 +19,7 @@ from .work import Work
 def main(plan: dict[str, Any]) -> None:
     peer = load(plan)
     writers = range(plan["process"], plan["writers"], plan["processes"])
+    settle()
     peer.write(Work(writers, plan["writers"], plan["in_flight"]), plan)
 
 
