@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from benchmarks.shared.running import Run
 
-SECONDS = 3.0
+SECONDS = 2.0
 SIZES = {
     "streams": (10, 100, 1_000, 10_000, 100_000),
     "chunks": (10_000, 100_000, 1_000_000, 10_000_000),
