@@ -66,7 +66,7 @@ def bars(rows: Mapping[str, dict[str, Any]]) -> list[Bar]:
     full = rows[FULL.name]
     return [
         Bar(FULL.name, full["chunks/s"], ">=", 100_000, "chunks/s"),
-        Bar(f"{FULL.name} of COPY's rate", full["chunks/s"] / rows[COPY]["chunks/s"], ">=", 0.3),
+        Bar(f"{FULL.name} of COPY's rate", round(full["chunks/s"] / rows[COPY]["chunks/s"], 3), ">=", 0.3),
         Bar(f"{FULL.name} p99 to the reader", full["reader p99"], "<=", 30, "ms"),
         Bar(AWAITING.name, rows[AWAITING.name]["chunks/s"], ">=", 45_000, "chunks/s"),
         Bar(THREADS.name, rows[THREADS.name]["chunks/s"], ">=", 25_000, "chunks/s"),
@@ -86,11 +86,11 @@ def measure_case(run: Run, database: str, case: Case) -> dict[str, Any]:
     check(appended["acknowledged"], received["received"])
     return {
         "case": case.name,
-        "chunks/s": appended["count"] / appended["seconds"],
+        "chunks/s": round(appended["count"] / appended["seconds"]),
         **{f"ack {name}": value for name, value in appended["milliseconds"].items()},
         **{f"reader {name}": value for name, value in received["milliseconds"].items()},
-        "writer CPU": appended["cores"],
-        "reader CPU": received["cores"],
+        "writer CPU": round(appended["cores"], 2),
+        "reader CPU": round(received["cores"], 2),
     }
 
 
@@ -112,7 +112,8 @@ def measure_copy(run: Run, database: str) -> dict[str, Any]:
         Program(database, "benchmarks.writer_copy", database, str(run.seconds)) as program,
     ):
         copied = program.hear()
-    return {"case": COPY, "chunks/s": copied["count"] / copied["seconds"], "writer CPU": copied["cores"]}
+    rate, cores = round(copied["count"] / copied["seconds"]), round(copied["cores"], 2)
+    return {"case": COPY, "chunks/s": rate, "writer CPU": cores}
 
 
 def plot(figure: Figure, report: dict[str, Any]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from django.db import connection
-from psycopg.conninfo import make_conninfo
 
 from benchmarks import writer
 from benchmarks.__main__ import main
@@ -17,15 +15,6 @@ from django_pgstreams.models import Chunk, Stream
 from django_pgstreams.pages import Run
 
 NOW = 820_540_800_000_000  # microseconds, as Postgres counts them
-
-
-@pytest.fixture
-def database_url(django_db_setup, django_db_blocker):
-    """The server of the tests."""
-    with django_db_blocker.unblock():
-        own = connection.get_connection_params()
-    names = ("host", "port", "user", "password")
-    return make_conninfo(dbname="postgres", **{name: own[name] for name in names if name in own})
 
 
 def test_it_reports_each_case_beside_copy(database_url, tmp_path, capfd):
