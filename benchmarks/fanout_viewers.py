@@ -1,8 +1,8 @@
 """The viewers of `fanout`: many websockets in one process, so cheap that they are not what is measured.
 
 They speak just enough of RFC 6455, over plain sockets and one epoll, and note what comes; what it holds is
-checked when a phase is over. JSON lines say what to do, `{"do": "connect" | "watch" | "record" | "leave"}`, and
-are answered with one each.
+checked when a phase is over. JSON lines say what to do, `{"do": "connect" | "watch" | "record" | "leave"}`;
+each is answered with one.
 """
 
 from __future__ import annotations
