@@ -112,6 +112,7 @@ FROM (
                   greatest(want.position, s.first_offset), 9223372036854775807 - %(max_chunks)s
               ) + %(max_chunks)s
             WINDOW run AS (ORDER BY chunk."offset" ROWS UNBOUNDED PRECEDING)
+            ORDER BY chunk."offset"
         ) AS c
     ) AS run
 ) AS page
