@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -76,12 +76,15 @@ def check_packages() -> None:
 
 
 def again(run: Run, server: str, points: list[Point]) -> list[Point]:
-    """A peer's points with the best one measured anew, if it is one that is compared."""
+    """A peer's points with the best one measured anew, if it is one that is compared.
+
+    The others stay for their latency alone: what was slower once is not the best now.
+    """
     found = best(points)
     if not found.peer.ours and not in_contest(found.peer):
         return points
     new = measure_point(run, server, found.peer, found.writers)
-    return [new if one is found else one for one in points]
+    return [new if one is found else replace(one, per_second=0.0) for one in points]
 
 
 def measure_point(run: Run, server: str, peer: Peer, writers: int) -> Point:
@@ -153,19 +156,20 @@ def data(survey: Survey) -> dict[str, Any]:
 def plot(figure: Figure, report: dict[str, Any]) -> None:
     """Writes per second."""
     axes = figure.subplots()
-    found = report["rows"]
+    found = sorted(report["rows"], key=lambda row: -row["writes/s"])
     ours = {peer["name"] for peer in report["data"]["peers"] if peer["ours"]}
     durable = {peer["name"] for peer in report["data"]["peers"] if peer["durable"]}
     colors = [
         "C0" if row["peer"] in ours else "C7" if row["peer"] in durable else "lightgray" for row in found
     ]
     drawn = axes.barh([row["peer"] for row in found], [row["writes/s"] for row in found], color=colors)
-    axes.bar_label(drawn, [label(row) for row in found], padding=4)
+    axes.bar_label(drawn, [label(row) for row in found], padding=4, fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.3)
+    axes.margins(x=0.35)
+    axes.tick_params(labelsize=8)
     axes.set_xlabel(
-        "writes per second, acknowledged and received live, at the best of 1, 16 and 64 writers\n"
-        "(light: what is acknowledged may not be on disk)"
+        "writes per second, at the best of 1, 16 and 64 writers\n(light: an acknowledged write may be lost)",
+        fontsize=8,
     )
 
 

@@ -82,11 +82,8 @@ def in_contest(peer: Peer) -> bool:
 
 
 def rows(survey: Survey) -> list[dict[str, Any]]:
-    """The table: each peer at its best, the fastest first."""
-    return [
-        row(survey, best(points), shortest(points))
-        for points in sorted(survey.values(), key=lambda points: -best(points).per_second)
-    ]
+    """The table: each peer at its best, always in the same order, as medians are taken by place."""
+    return [row(survey, best(points), shortest(points)) for points in survey.values()]
 
 
 def row(survey: Survey, one: Point, its_shortest: float | None) -> dict[str, Any]:
