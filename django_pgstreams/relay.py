@@ -77,7 +77,11 @@ class Relay:
         """Stop and disconnect; False if the server does not let go of it in time."""
         self._stopping.set()
         self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            logger.warning("The relay of %r did not stop in %.1f s", self._using, timeout_seconds)
+            return False
+        logger.info("The relay of %r has stopped", self._using)
+        return True
 
     # The thread ------------------------------------------------------------------------------------
 

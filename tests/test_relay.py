@@ -238,8 +238,10 @@ def test_it_stops_cleanly(relay, number):
     code, log = relay.stop(number)
     assert time.monotonic() - began < LATE_SECONDS
     assert code == 0
-    assert log.count("\n") == 1
-    assert "The relay of 'default' watches 0 open streams" in log
+    assert [line.partition("The relay of ")[2] for line in log.splitlines()] == [
+        "'default' watches 0 open streams",
+        "'default' has stopped",
+    ]
     wait_until(lambda: not sessions("relay"), "its session is gone")
 
 
@@ -247,10 +249,16 @@ def test_it_stops_when_the_server_does_not_answer(relays, proxy, ear):
     relay = relays(**database_url(host="127.0.0.1", port=proxy.port))
     wait_until(lambda: ear.heard("*"), "it runs")
     proxy.hold()
+    stuck = (
+        "SELECT pid FROM pg_stat_activity WHERE application_name = 'pgstreams-relay' "
+        "AND datname = current_database() AND clock_timestamp() - state_change > interval '1 second'"
+    )
+    wait_until(lambda: query(stuck), "its next look gets no answer")
     began = time.monotonic()
-    code, _ = relay.stop()
+    code, log = relay.stop()
     assert time.monotonic() - began < LATE_SECONDS
     assert code == 0
+    assert "did not stop in 1.0 s" in log
 
 
 def test_between_looks_it_holds_no_transaction(relay):
