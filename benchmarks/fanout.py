@@ -42,6 +42,7 @@ MOST_TIMES_BARE = 2.0
 MOST_P99_MS = 100.0
 
 _LEAD_NS = 300_000_000  # for a phase's schedule to reach every program before it begins
+_WARM_UP_SECONDS = 0.5
 _PATIENCE_SECONDS = 60.0
 _EXPLODED_MS = 250.0
 _DELIVERED = 0.95
@@ -193,6 +194,7 @@ class Case:
         self, server: WebServer, play: Callable[[Schedule], float], *, recording: str | None = None
     ) -> list[dict[str, Any]]:
         """The base rate, then higher ones as long as they are held."""
+        self._step(server, play, RATE, _WARM_UP_SECONDS)  # opens the writer's and the notifier's connections
         steps = [self._step(server, play, RATE, self.run.seconds)]
         if recording:
             self._ask(do="record", file=recording)
