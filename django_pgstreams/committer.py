@@ -33,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 _BATCH_CHUNKS = 2000
 _BATCH_BYTES = 4 * 1024 * 1024
-_HAND_OVER_APPENDS = 200
-"""When so many wait since the thread was woken, whoever appends lets it run. It does not by itself: an event
-loop that resumes hundreds of callers keeps the interpreter meanwhile, and the database would stand idle."""
-_HAND_OVER_SECONDS = 0.00001
 _LOCK_TURN_SECONDS = 0.5
 """All parked streams together are tried in about this time, unless there are many."""
 _SHORTEST_LOCK_WAIT_SECONDS = 0.02
@@ -72,7 +68,6 @@ class Committer:
         self._thread: threading.Thread | None = None
         self._parked_thread: threading.Thread | None = None
         self._sleeps = False
-        self._gathered = 0  # since the thread was woken
         self._stop_at: float | None = None
         self.batches = 0
 
@@ -92,16 +87,11 @@ class Committer:
             self._pending.add(append)
             if self._sleeps:
                 self._sleeps = False
-                self._gathered = 0
                 self._wanted.notify()
-            self._gathered += 1
-            hands_over = self._gathered == _HAND_OVER_APPENDS
             if self._thread is None:
                 self._thread = self._start(self._run, "pgstreams-writer")
         if self._thread is None:
             self._drain(time.monotonic() + self._exit_seconds)
-        elif hands_over:
-            time.sleep(_HAND_OVER_SECONDS)
         return True
 
     @property
