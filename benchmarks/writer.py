@@ -125,7 +125,7 @@ def plot(figure: Figure, report: dict[str, Any]) -> None:
     drawn = rates.barh(names, [row["chunks/s"] for row in rows], color=colors)
     rates.bar_label(drawn, [f" {row['chunks/s']:,.0f}" for row in rows])
     rates.invert_yaxis()
-    rates.margins(x=0.2)
+    rates.margins(x=0.25)
     rates.set_xlabel("acknowledged chunks/s")
     read = [row for row in rows if "reader p50" in row]
     times.errorbar(
@@ -140,4 +140,4 @@ def plot(figure: Figure, report: dict[str, Any]) -> None:
     times.margins(y=0.2)
     times.set_xlim(left=0)
     times.grid(axis="x", alpha=0.3)
-    times.set_xlabel("append to reader, ms: median (dot) to p99")
+    times.set_xlabel("to the reader, ms: p50 to p99")
