@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from django.db import connection
 from matplotlib.figure import Figure
-from psycopg.conninfo import make_conninfo
 
 from benchmarks import fanout
 from benchmarks.__main__ import main
@@ -16,18 +14,11 @@ from benchmarks.fanout_viewers import ReplayViewer, Viewer, WrongFrameError, fra
 from django_pgstreams import wire
 
 
-@pytest.fixture
-def server(django_db_setup, django_db_blocker):
-    """The server of the tests."""
-    with django_db_blocker.unblock():
-        own = connection.get_connection_params()
-    names = ("host", "port", "user", "password")
-    return make_conninfo(dbname="postgres", **{name: own[name] for name in names if name in own})
-
-
-def test_fanout_compares_the_product_with_the_bare_app(server, tmp_path, monkeypatch, capfd):
+def test_fanout_compares_the_product_with_the_bare_app(database_url, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(fanout, "STEPS", (2,))
-    code = main(["fanout", "--seconds=0.4", "--viewers=4", "--database-url", server, f"--results={tmp_path}"])
+    code = main(
+        ["fanout", "--seconds=0.4", "--viewers=4", "--database-url", database_url, f"--results={tmp_path}"]
+    )
     printed = capfd.readouterr()
     assert (code, printed.err) == (0, "")
     assert printed.out.splitlines()[-1].startswith("fanout: daphne, one stream: CPU per frame")

@@ -7,9 +7,7 @@ import dataclasses
 import shutil
 
 import pytest
-from django.db import connection
 from matplotlib.figure import Figure
-from psycopg.conninfo import make_conninfo
 
 from benchmarks import peers
 from benchmarks.peers_figures import Point, bars, point, rows
@@ -22,17 +20,8 @@ from benchmarks.shared.running import Run
 
 
 @pytest.fixture
-def server(django_db_setup, django_db_blocker):
-    """The server of the tests."""
-    with django_db_blocker.unblock():
-        own = connection.get_connection_params()
-    names = ("host", "port", "user", "password")
-    return make_conninfo(dbname="postgres", **{name: own[name] for name in names if name in own})
-
-
-@pytest.fixture
-def short_run(server):
-    return Run("peers", argparse.Namespace(seconds=0.3), server)
+def short_run(database_url):
+    return Run("peers", argparse.Namespace(seconds=0.3), database_url)
 
 
 def peer_named(name):
@@ -56,11 +45,11 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_peer_writes_and_reads(name, server, short_run):
+def test_a_peer_writes_and_reads(name, database_url, short_run):
     peer = peer_named(name)
     if peer.redis is not None and shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
-    found = peers.measure_point(short_run, server, peer, 2)
+    found = peers.measure_point(short_run, database_url, peer, 2)
     assert (found.peer, found.writers, found.lost, found.disordered) == (peer, 2, 0, 0)
     assert 0 < found.per_second <= found.acknowledged / 0.3
     assert 0 < found.latency_ms["p50"] <= found.latency_ms["max"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from django.db import connection
 from matplotlib.figure import Figure
-from psycopg.conninfo import make_conninfo
 
 from benchmarks import scale, scale_following
 from benchmarks.__main__ import main
@@ -24,18 +22,9 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def server(django_db_setup, django_db_blocker):
-    """The server of the tests."""
-    with django_db_blocker.unblock():
-        own = connection.get_connection_params()
-    names = ("host", "port", "user", "password")
-    return make_conninfo(dbname="postgres", **{name: own[name] for name in names if name in own})
-
-
-def test_scale_says_the_slope_of_each_cost(server, tmp_path, monkeypatch, capfd):
+def test_scale_says_the_slope_of_each_cost(database_url, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(scale, "SIZES", SMALL)
-    code = main(["scale", "--seconds=0.1", "--database-url", server, f"--results={tmp_path}"])
+    code = main(["scale", "--seconds=0.1", "--database-url", database_url, f"--results={tmp_path}"])
     printed = capfd.readouterr()
     assert (code, printed.err) == (0, "")
     assert printed.out.splitlines()[-1].startswith("scale: steepest slope by streams ")
@@ -117,8 +106,8 @@ def test_the_plot_has_a_panel_for_each_thing_that_grows(monkeypatch):
     assert [list(axes.lines[0].get_ydata()) for axes in figure.axes] == [[1.0, 2.0]] * 4
 
 
-def test_followers_notice_a_chunk_that_is_another_than_was_acknowledged(server):
-    with new_database(server) as database:
+def test_followers_notice_a_chunk_that_is_another_than_was_acknowledged(database_url):
+    with new_database(database_url) as database:
         database.add_streams(2, 3)
         with Followers(database) as followers:
             followers.expect({"scale/0": [database.append("scale/0")]})
@@ -127,8 +116,8 @@ def test_followers_notice_a_chunk_that_is_another_than_was_acknowledged(server):
                 followers.check()
 
 
-def test_followers_that_never_receive_a_chunk_fail_the_run(server, monkeypatch):
-    with new_database(server) as database:
+def test_followers_that_never_receive_a_chunk_fail_the_run(database_url, monkeypatch):
+    with new_database(database_url) as database:
         database.add_streams(2, 3)
         with Followers(database) as followers:
             assert followers.spent(started=False)["cpu_seconds"] < followers.spent()["cpu_seconds"]
