@@ -9,7 +9,14 @@ from django.contrib.auth.models import User
 from django.db import OperationalError, connection, connections, transaction
 
 from django_pgstreams import committer, receivers
-from django_pgstreams.exceptions import AppendFailed, StreamBusy, StreamClosed, StreamMissing, WriterFull
+from django_pgstreams.exceptions import (
+    AppendFailed,
+    AppendUnknown,
+    StreamBusy,
+    StreamClosed,
+    StreamMissing,
+    WriterFull,
+)
 from django_pgstreams.models import Stream
 from django_pgstreams.writer import StreamWriter
 from tests.concurrency import run_all, start
@@ -170,8 +177,9 @@ def test_a_row_that_is_locked_elsewhere_stalls_nobody_else():
     assert [future.result(30) for future in futures] == list(range(len(futures)))
     assert len(futures) > 100
     assert stored(locked) == list(range(len(futures)))
-    # 50 ms, but for what the machine does anyway.
-    assert p99(times) < max(0.05, 3 * p99(unlocked))
+    # 50 ms, but for what the machine does anyway; whoever waits for the lock waits for seconds.
+    unlocked += appended_for(2, writers)
+    assert p99(times) < max(0.05, 4 * p99(unlocked))
 
 
 @pytest.mark.parametrize("query_timeout_seconds", [30.0, 0.4])
@@ -446,8 +454,10 @@ def test_closing_leaves_none_outside_without_an_answer(small):
         wait_until(lambda: len(committer.get("default")._pending._outside) == 60, "they stand outside")
         committer.close_all(0.5)
         errors = [future.exception(30) for future in futures + waiting]
-    assert {type(error) for error in errors} == {AppendFailed}
-    assert stored(stream) == []
+    # On a busy machine the time may be over before the server says that it has given up.
+    unknown = [error for error in errors if isinstance(error, AppendUnknown)]
+    assert {type(error) for error in errors} - {AppendUnknown} == {AppendFailed}
+    assert len(stored(stream)) <= len(unknown)
 
 
 def test_appends_meet_a_committer_that_is_being_closed_and_nothing_is_lost():

@@ -18,6 +18,7 @@ from django_pgstreams.models import Stream
 from django_pgstreams.writer import StreamWriter
 from tests.concurrency import run_all, start
 from tests.following import in_thread, sessions
+from tests.waiting import wait_until
 from tests.writing import held, is_stored, make_streams, stored
 
 
@@ -91,7 +92,7 @@ def test_what_is_appended_is_announced_and_wakes_followers(stream, ear):
         assert next(chunks).data == "b"
     chunks.close()
     receivers.release()
-    assert f"{stream.pk}:2" in ear.words()
+    wait_until(lambda: ear.heard(f"{stream.pk}:2"), "the last wake-up is heard")
 
 
 def test_only_a_saved_stream_can_be_written_to():
