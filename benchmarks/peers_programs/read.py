@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from typing import Any
 
 from benchmarks.shared.talking import hear, say, settle
@@ -30,11 +31,11 @@ def main(plan: dict[str, Any]) -> None:
 
     def read() -> None:
         try:
-            peer.read(received, plan)
-        finally:
+            peer.read(received, plan)  # returns where streams end by themselves
+        except BaseException:
             if not received.finished:
-                # The traceback says why; without its reader the program has nothing to report.
-                os._exit(1)
+                traceback.print_exc()
+                os._exit(1)  # without its reader the program has nothing to report
 
     threading.Thread(target=read, name="peer-reader", daemon=True).start()
     if not received.following.wait(PATIENCE_SECONDS):
