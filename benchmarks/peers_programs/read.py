@@ -32,7 +32,7 @@ def main(plan: dict[str, Any]) -> None:
     def read() -> None:
         try:
             peer.read(received, plan)  # returns where streams end by themselves
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it was, it is printed, and ends the program
             if not received.finished:
                 traceback.print_exc()
                 os._exit(1)  # without its reader the program has nothing to report
