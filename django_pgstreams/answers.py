@@ -51,11 +51,13 @@ def of_segment(segment: Segment, result: Result, answers: list[Answer], wake_ups
         case "elsewhere":
             conflict = next(place for place, append in enumerate(appends) if append.payload is not None)
             answers += [(append, None) for append in appends[:conflict]]
-            answers.append((appends[conflict], _conflict(appends[conflict], result.base)))
+            refused = appends[conflict]
+            error = OffsetConflict.at(refused.key, expected=refused.expected_offset or 0, actual=result.base)
+            answers.append((refused, error))
             return conflict + 1
         case "closed" | "missing":
-            error = _closed(segment, result) if result.kind == "closed" else _missing(segment)
-            answers += [(append, refusal(append, error)) for append in appends]
+            why = _closed(segment, result) if result.kind == "closed" else _missing(segment)
+            answers += [(append, refusal(append, why)) for append in appends]
             return len(appends)
         case _:
             return 0
@@ -74,23 +76,8 @@ def _answer_stored(segment: Segment, result: Outcome, answers: list[Answer]) -> 
             answers.append((append, (offset, result.ended_at)))
 
 
-def _conflict(append: Append, tail: int) -> OffsetConflict:
-    expected = append.expected_offset
-    return OffsetConflict(
-        f"Stream {append.key!r} is at offset {tail}, not at the expected {expected}; nothing was stored.",
-        expected=expected or 0,
-        actual=tail,
-    )
-
-
 def _closed(segment: Segment, result: Outcome) -> StreamClosed:
-    because = f" ({result.reason})" if result.reason else ""
-    return StreamClosed(
-        f"Stream {segment.lane.key!r} is {result.state}{because}: nothing can be appended, "
-        "and its end cannot change.",
-        state=result.state,
-        reason=result.reason,
-    )
+    return StreamClosed.as_it_ended(segment.lane.key, state=result.state, reason=result.reason)
 
 
 def _missing(segment: Segment) -> StreamMissing:
@@ -145,10 +132,5 @@ def _reply(append: Append, value: Any) -> None:
 def _reply_all(answers: Sequence[Answer]) -> None:
     """In the event loop of the callers, some of whom may have been cancelled."""
     for append, value in answers:
-        reply = append.reply
-        if reply.done():
-            continue
-        if isinstance(value, Exception):
-            reply.set_exception(value)
-        else:
-            reply.set_result(value)
+        if not append.reply.done():
+            _reply(append, value)

@@ -59,3 +59,8 @@ def texts(values: Sequence[str | None]) -> Array:
         _NULL if value is None else _LENGTH(len(encoded := value.encode())) + encoded for value in values
     ]
     return _array(_TEXT, len(values), elements)
+
+
+def numbers(text: str) -> list[int]:
+    """The elements of an array of integers that Postgres has sent as text, such as `{1,2}`."""
+    return [int(number) for number in text.strip("{}").split(",") if number]

@@ -350,6 +350,9 @@ _this_thread = threading.local()
 def get(using: str) -> Committer:
     """The process's committer for a database alias."""
     global _at_exit
+    committer = _committers.get(using)
+    if committer is not None:
+        return committer
     notifier.get(using)  # so that at exit this comes first, and what it stores is announced yet
     with _lock:
         if using not in _committers:
@@ -373,7 +376,7 @@ def get(using: str) -> Committer:
 
 def add(using: str, append: Append, waits: bool = True) -> None:
     """Have the process's committer store an append. Raises `WriterFull` unless it `waits`."""
-    while not (_committers.get(using) or get(using)).add(append, waits):
+    while not get(using).add(append, waits):
         pass  # closed between the look-up and the call: the next look-up makes a new one
 
 

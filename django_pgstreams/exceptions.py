@@ -19,7 +19,7 @@ PGStreamsError
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+from typing import Any, Self
 
 from django.core.exceptions import ObjectDoesNotExist, ValidationError
 
@@ -43,6 +43,13 @@ class StreamClosed(PGStreamsError):
         self.state = state
         self.reason = reason
 
+    @classmethod
+    def as_it_ended(cls, key: str, *, state: str, reason: str) -> Self:
+        """The error for a stream that ended so."""
+        because = f" ({reason})" if reason else ""
+        message = f"Stream {key!r} is {state}{because}: nothing can be appended, and its end cannot change."
+        return cls(message, state=state, reason=reason)
+
 
 class StreamMissing(PGStreamsError, ObjectDoesNotExist):
     """The stream was never created, or was deleted, or its creation is not committed yet.
@@ -65,6 +72,12 @@ class OffsetConflict(PGStreamsError):
         super().__init__(message)
         self.expected = expected
         self.actual = actual
+
+    @classmethod
+    def at(cls, key: str, *, expected: int, actual: int) -> Self:
+        """The error for a stream with this tail."""
+        message = f"Stream {key!r} is at offset {actual}, not at the expected {expected}; nothing was stored."
+        return cls(message, expected=expected, actual=actual)
 
 
 class AppendFailed(PGStreamsError):

@@ -25,7 +25,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import psycopg
 
@@ -185,11 +185,6 @@ def _blocks(rows: Iterable[Sequence[str | None]]) -> dict[int, Block]:
     """Blocks by number, from the rows of a statement."""
     blocks = {}
     for number, digest, ids, positions in rows:
-        streams = dict(zip(_integers(ids), _integers(positions), strict=True))
+        streams = dict(zip(arrays.numbers(ids or ""), arrays.numbers(positions or ""), strict=True))
         blocks[int(number or 0)] = Block(digest or "", streams)
     return blocks
-
-
-def _integers(array: str | None) -> Iterator[int]:
-    """The numbers in the text of an array of Postgres."""
-    return map(int, (array or "{}")[1:-1].split(","))

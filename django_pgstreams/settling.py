@@ -153,7 +153,7 @@ class Session:
         run = self._execute_read_committed if self._needs_transaction else self._execute
         [[bases, stored_at, refusals]] = run(connection, sql.STORE, values)
         self._seq += 1
-        return _outcomes(segments, _numbers(bases or ""), stored_at or "", refusals)
+        return _outcomes(segments, arrays.numbers(bases or ""), stored_at or "", refusals)
 
     def _execute_read_committed(
         self, connection: database.Connection, statement: str, values: Sequence[database.Value]
@@ -186,7 +186,7 @@ class Session:
             return None
         stored = {
             stream_id: base
-            for stream_id, base in zip(_numbers(streams), _numbers(bases), strict=True)
+            for stream_id, base in zip(arrays.numbers(streams), arrays.numbers(bases), strict=True)
             if base >= 0
         }
         logger.info("Batch %d of the writer of %r had been committed", tried, self._using)
@@ -313,8 +313,3 @@ def _refused(kind: str, state: str | None, reason: str | None, tail: int | None)
 
 def _time(epoch_seconds: str) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(float(epoch_seconds), datetime.UTC)
-
-
-def _numbers(array: str) -> list[int]:
-    """The numbers of an array of Postgres in text form."""
-    return [int(number) for number in array.strip("{}").split(",") if number]

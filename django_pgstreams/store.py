@@ -91,12 +91,7 @@ def _append(
         found = counters(using, stream_id, key)
         refuse_closed(key, found)
         if expected_offset is not None and found.next_offset != expected_offset:
-            raise OffsetConflict(
-                f"Stream {key!r} is at offset {found.next_offset}, not at the expected {expected_offset}; "
-                "nothing was stored.",
-                expected=expected_offset,
-                actual=found.next_offset,
-            )
+            raise OffsetConflict.at(key, expected=expected_offset, actual=found.next_offset)
         _execute(using, sql.STEP_OVER_STRAY_CHUNKS, {"stream_id": stream_id})
     raise StreamBusy(
         f"Stream {key!r} keeps getting chunks that do not advance its counter: "
@@ -152,12 +147,7 @@ def counters(using: str, stream_id: int | None, key: str) -> Counters:
 def refuse_closed(key: str, found: Counters) -> None:
     """Raise `StreamClosed` if the stream has ended."""
     if found.state != "open":
-        because = f" ({found.reason})" if found.reason else ""
-        raise StreamClosed(
-            f"Stream {key!r} is {found.state}{because}: nothing can be appended, and its end cannot change.",
-            state=found.state,
-            reason=found.reason,
-        )
+        raise StreamClosed.as_it_ended(key, state=found.state, reason=found.reason)
 
 
 def read_pages(

@@ -94,8 +94,7 @@ class StreamWriter:
         if expected_offset is not None and abs(operator.index(expected_offset)) > _MAX_OFFSET:
             raise ValueError(f"expected_offset must be an offset, not {expected_offset}.")
         payload = codec.encode(self._content_type, data)
-        if len(payload) > self._max_chunk_bytes:
-            codec.check_size(payload, self._max_chunk_bytes)
+        codec.check_size(payload, self._max_chunk_bytes)
         append = Append(self._stream_id, self._key, payload, reply, loop, expected_offset)
         committer.add(self._using, append, waits)
 
