@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from django.db import migrations
 
-from django_pgstreams.migrations._operations import OnPostgres
+from django_pgstreams.migrations._operations import OnPostgres, pin_search_path
 
 # The offset comes from the stream's row, under its lock, so only a row that something else stored can be in
 # the way: the counter is raised past it. JSON is cast to json, as jsonb refuses "\u0000"; since json lets
@@ -88,16 +88,6 @@ END
 $function$;
 """
 
-# Whatever the caller's search path is, and whatever it has in its temporary schema.
-PIN_SEARCH_PATH = """
-DO $$ BEGIN
-    EXECUTE format(
-        'ALTER FUNCTION pgstreams_append(text, bytea) SET search_path = pg_catalog, %s, pg_temp',
-        (SELECT relnamespace::regnamespace FROM pg_class WHERE oid = 'pgstreams_stream'::regclass)
-    );
-END $$
-"""
-
 DROP_APPEND_FUNCTION = "DROP FUNCTION pgstreams_append(text, bytea)"
 
 
@@ -108,7 +98,7 @@ class Migration(migrations.Migration):
         OnPostgres(
             database_operations=[
                 migrations.RunSQL(APPEND_FUNCTION, DROP_APPEND_FUNCTION),
-                migrations.RunSQL(PIN_SEARCH_PATH, migrations.RunSQL.noop),
+                pin_search_path("pgstreams_append"),
             ]
         )
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from django.db import migrations
 
-from django_pgstreams.migrations._operations import OnPostgres
+from django_pgstreams.migrations._operations import OnPostgres, pin_search_path
 
 # Per stream, in the order of their ids: id, count of chunks, expected offset or null, and the state and
 # reason to end with or null. Per chunk: payload, its stream's place from 1 on, its place in that from 0 on.
@@ -102,16 +102,6 @@ DROP FUNCTION pgstreams_store(
 )
 """
 
-# Whatever the caller's search path is, and whatever it has in its temporary schema.
-PIN_SEARCH_PATH = """
-DO $$ BEGIN
-    EXECUTE format(
-        'ALTER FUNCTION pgstreams_store SET search_path = pg_catalog, %s, pg_temp',
-        (SELECT relnamespace::regnamespace FROM pg_class WHERE oid = 'pgstreams_stream'::regclass)
-    );
-END $$
-"""
-
 
 class Migration(migrations.Migration):
     dependencies = [("pgstreams", "0003_append_function")]
@@ -120,7 +110,7 @@ class Migration(migrations.Migration):
         OnPostgres(
             database_operations=[
                 migrations.RunSQL(STORE_FUNCTION, DROP_STORE_FUNCTION),
-                migrations.RunSQL(PIN_SEARCH_PATH, migrations.RunSQL.noop),
+                pin_search_path("pgstreams_store"),
             ]
         )
     ]
