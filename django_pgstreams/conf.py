@@ -24,6 +24,8 @@ class Settings:
     """Dotted path of the hook `(user, stream, action) -> bool`, sync or async."""
     NOTIFIER: str = "thread"
     """Who sends wake-ups: a `"thread"` of each process that appends, or the `"relay"` (a command) alone."""
+    LISTEN_DATABASE: str = ""
+    """Alias that `LISTEN` connects by, where the streams' own goes through a pooler; `""`: the same."""
 
     MAX_CHUNK_BYTES: int = 1024 * 1024
     """A larger payload is refused on append."""
@@ -44,6 +46,8 @@ class Settings:
     """Under load at most one flush of wake-ups in this time."""
     POLL_INTERVAL_SECONDS: float = 5.0
     """Followed streams are looked at this often even when no wake-up arrives."""
+    FAST_POLL_INTERVAL_SECONDS: float = 0.25
+    """Followed streams are looked at this often while wake-ups cannot be heard."""
     HEALTH_CHECK_SECONDS: float = 15.0
     """The listening connection proves that it is alive this often."""
     HEARTBEAT_SECONDS: float = 25.0

@@ -34,7 +34,7 @@ Row: TypeAlias = tuple[Any, ...]
 Value: TypeAlias = str | Array | None
 """A parameter of `execute`: text, an array in binary form, or null."""
 
-_CONNECT_SECONDS = 10
+_CONNECT_SECONDS = 5
 _CANCEL_SECONDS = 3.0
 _DEAD_PEER = {
     "keepalives": 1,
@@ -112,16 +112,19 @@ def backoff_seconds(failures: int, longest_seconds: float = 5.0) -> float:
 
 def connect(using: str, role: str, *, timeout_seconds: float = _CONNECT_SECONDS) -> Connection:
     """A new blocking connection. Raises `psycopg.OperationalError`."""
-    given = parameters(using, role)
-    own = int(given["connect_timeout"] or _CONNECT_SECONDS)
-    given["connect_timeout"] = min(own, max(2, int(timeout_seconds)))
-    return Connection.connect(**given)
+    return Connection.connect(**_within(timeout_seconds, parameters(using, role)))
 
 
-async def aconnect(using: str, role: str) -> AsyncConnection:
+async def aconnect(using: str, role: str, *, timeout_seconds: float = _CONNECT_SECONDS) -> AsyncConnection:
     """A new asyncio connection. Raises `psycopg.OperationalError`."""
     given = await asyncio.to_thread(parameters, using, role)
-    return await AsyncConnection.connect(**given)
+    return await AsyncConnection.connect(**_within(timeout_seconds, given))
+
+
+def _within(seconds: float, given: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with a time limit for connecting to each host; libpq knows none below 2 s."""
+    own = int(given["connect_timeout"] or _CONNECT_SECONDS)
+    return {**given, "connect_timeout": min(own, max(2, int(seconds)))}
 
 
 # Deadlines -----------------------------------------------------------------------------------------
@@ -181,28 +184,52 @@ def _wait(link: pq.abc.PGconn, events: int, deadline: float) -> None:
 async def within(seconds: float, connection: AsyncConnection, work: Coroutine[Any, Any, T]) -> T:
     """What `work` on a connection returns. Raises `TimeoutError` past the deadline; then close it.
 
-    A statement that is given up, also because the caller is cancelled, is first cancelled at the server, so
-    that it holds nothing there. If that is not answered in time either, its socket is shut down.
+    A statement that is given up, also because the caller is cancelled, is cancelled at the server, so that it
+    holds nothing there. Past the deadline nobody waits for that: the peer may be gone without a word.
     """
-    task = asyncio.get_running_loop().create_task(work, name="pgstreams-statement")
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work, name="pgstreams-statement")
+    late: set[asyncio.Task[T]] = set()
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        _, late = await asyncio.wait({task}, timeout=seconds)
+        if late:
+            await _cancel_at_server(connection)
+            _shut_down(connection)
+            await asyncio.wait(late)
     finally:
         if not task.done():
-            shut_down = asyncio.get_running_loop().call_later(_CANCEL_SECONDS, _shut_down, connection)
+            shut_down = loop.call_later(_CANCEL_SECONDS, _shut_down, connection)
             task.add_done_callback(lambda _: shut_down.cancel())
-            task.add_done_callback(_mark_retrieved)
+            task.add_done_callback(mark_retrieved)
             # psycopg asks the server to cancel the statement, and would give up when cancelled once more: an
             # event loop that ends has done it already.
             if not task.cancelling():
                 task.cancel()
             await asyncio.wait({task})
-    if task.cancelled():
+    if late or task.cancelled():
+        mark_retrieved(task)
         raise TimeoutError("the server did not answer in time")
     return task.result()
 
 
-def _mark_retrieved(task: asyncio.Future[Any]) -> None:
+_cancelling: set[asyncio.Task[None]] = set()
+"""Requests on their way: an event loop holds its tasks weakly."""
+
+
+async def _cancel_at_server(connection: AsyncConnection) -> None:
+    """Send the server a request, over a connection of its own, to cancel what `connection` runs."""
+
+    async def send() -> None:
+        with contextlib.suppress(psycopg.Error, OSError):
+            await connection.cancel_safe(timeout=_CANCEL_SECONDS)
+
+    request = asyncio.get_running_loop().create_task(send(), name="pgstreams-cancel-statement")
+    _cancelling.add(request)
+    request.add_done_callback(_cancelling.discard)
+    await asyncio.sleep(0)  # it has begun, and needs `connection` no more
+
+
+def mark_retrieved(task: asyncio.Future[Any]) -> None:
     """Whoever was cancelled does not want the error any more."""
     if not task.cancelled():
         task.exception()
@@ -248,13 +275,15 @@ class ReadPool:
         if self._idle:
             _, connection = self._idle.pop()
         else:
-            connection = await aconnect(self._using, self._role)
+            connection = await aconnect(self._using, self._role, timeout_seconds=self._timeout_seconds)
             self._open.add(connection)
         try:
             yield connection
-        except BaseException:
+        except BaseException as error:
             # Half-read or broken: it must not serve the next reader.
             await self._close(connection)
+            if isinstance(error, (psycopg.OperationalError, TimeoutError)):
+                await self.close()  # what broke this one has not spared those that are idle
             raise
         self._idle.append((time.monotonic(), connection))
 

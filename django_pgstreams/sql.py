@@ -128,6 +128,8 @@ them bounds a page. A row per stream, not per chunk: rows would be most of the c
 window hands the aggregates their input in its order.
 """
 
+PROBE = "SELECT pg_notify(%(channel)s, %(payload)s)"
+
 NOTIFY = "SELECT pg_notify($1, payload) FROM unnest($2::text[]) AS payload"
 """For `database.execute`, as is the next: its parameters are libpq's."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ SUBPROTOCOL = "pgstreams.v1"
 EVERYTHING = "*"
 _MAX_NOTIFICATION_BYTES = 7900
 _CHANGED = "!"
+_PROBE = "0:"
 
 
 def pack(batch: Batch) -> list[str]:
@@ -55,6 +57,16 @@ def unpack(payload: str) -> Batch:
         else:
             everything = True
     return Batch(tuple(wake_ups), everything)
+
+
+def probe() -> str:
+    """A payload that no other equals, about a stream that never is, so that nobody reads anything for it."""
+    return f"{_PROBE}{secrets.randbelow(2**63)}"
+
+
+def is_probe(payload: str) -> bool:
+    """Whether some process's listener sent this to see whether it hears."""
+    return payload.startswith(_PROBE)
 
 
 def _is_number(text: str) -> bool:
