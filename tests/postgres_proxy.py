@@ -21,6 +21,8 @@ class PostgresProxy:
         self._flows.set()
         self._open: list[socket.socket] = []
         self._refusing = False
+        self._dead: set[socket.socket] = set()
+        self._kills_new = False
         self.accepted = 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._listener.getsockname()[1]
@@ -37,6 +39,15 @@ class PostgresProxy:
         """Be a black hole: connections are accepted and stay open, and nothing goes through either way."""
         self._flows.clear()
 
+    def lose_track(self, *, new_ones: bool = False) -> None:
+        """Drop, from now on and for good, what the connections that there are send, their ends included.
+
+        As a gateway that has forgotten them: nobody is told. With `new_ones`, until `come_up`, also what
+        those send that are accepted meanwhile.
+        """
+        self._kills_new = new_ones
+        self._dead.update(self._open)
+
     def refuse(self) -> None:
         """Cut each new connection at once; those that there are stay."""
         self._refusing = True
@@ -50,7 +61,7 @@ class PostgresProxy:
 
     def come_up(self) -> None:
         """Be an ordinary proxy again."""
-        self._refusing = False
+        self._refusing = self._kills_new = False
         self._flows.set()
 
     def close(self) -> None:
@@ -72,6 +83,9 @@ class PostgresProxy:
                 if self._refusing:
                     client.close()
                     continue
+                if self._kills_new:
+                    self._open.append(client)
+                    continue
                 server = self._connect()
                 self._open += [client, server]
                 self._pass_both_ways(client, server)
@@ -92,7 +106,10 @@ class PostgresProxy:
         with contextlib.suppress(OSError):
             while data := source.recv(_BLOCK_BYTES):
                 self._flows.wait()
-                sink.sendall(data)
+                if source not in self._dead:
+                    sink.sendall(data)
+        if source in self._dead:
+            return
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -12,7 +12,7 @@ from django.db import connection, connections
 from psycopg.sql import SQL, Identifier
 
 from django_pgstreams import database
-from tests.following import connect, query, sessions, until
+from tests.following import connect, query, sessions, terminate, until
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
@@ -37,7 +37,7 @@ def test_the_time_between_tries_grows_to_a_cap_and_no_number_of_failures_ends_it
 def test_a_dead_peer_is_noticed_and_nothing_is_prepared():
     given = database.parameters("default", "reader")
     assert given["tcp_user_timeout"] == 15_000
-    assert (given["keepalives"], given["keepalives_idle"], given["connect_timeout"]) == (1, 10, 10)
+    assert (given["keepalives"], given["keepalives_idle"], given["connect_timeout"]) == (1, 10, 5)
     assert given["prepare_threshold"] is None
     assert given["autocommit"] is True
 
@@ -161,15 +161,30 @@ async def test_a_caller_that_is_cancelled_cancels_its_statement_at_the_server(al
     await made.close()
 
 
-async def test_without_any_answer_the_socket_is_shut_down(alive, proxy, monkeypatch):
+async def test_a_peer_that_is_gone_without_a_word_costs_no_more_than_the_deadline(alive, proxy, caplog):
+    made = await database.aconnect(proxy.alias, "reader")
+    proxy.lose_track(new_ones=True)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        await database.within(0.3, made, made.execute("SELECT 1"))
+    assert time.monotonic() - began < 2.5  # psycopg alone waits 5 s more for an answer to its cancelling
+    assert caplog.records == []
+    await made.close()
+
+
+async def test_a_caller_that_is_cancelled_does_not_wait_long_for_a_peer_that_is_gone(
+    alive, proxy, monkeypatch
+):
     monkeypatch.setattr(database, "_CANCEL_SECONDS", 0.5)
     made = await database.aconnect(proxy.alias, "reader")
-    proxy.hold()
+    proxy.lose_track(new_ones=True)
+    task = asyncio.create_task(database.within(60, made, made.execute("SELECT 1")))
+    await asyncio.sleep(0)
     began = time.monotonic()
-    with pytest.raises((TimeoutError, psycopg.OperationalError)):
-        await database.within(0.3, made, made.execute("SELECT 1"))
+    task.cancel()
+    with pytest.raises((asyncio.CancelledError, psycopg.OperationalError)):
+        await task
     assert time.monotonic() - began < 15
-    assert made.closed
     await made.close()
 
 
@@ -200,6 +215,17 @@ async def test_a_connection_that_failed_does_not_come_back(alive):
     with pytest.raises(psycopg.errors.DivisionByZero):
         await reading.fetch("SELECT 1 / 0", {})
     await until(lambda: not sessions("reader"), "it is closed")
+    assert await reading.fetch("SELECT 2", {}) == [(2,)]
+    await reading.close()
+
+
+async def test_what_broke_one_connection_costs_no_second_reader_its_time(alive):
+    reading = pool(3)
+    await asyncio.gather(*(reading.fetch("SELECT pg_sleep(0.1)", {}) for _ in range(3)))
+    assert len(sessions("reader")) == 3
+    terminate("reader")
+    with pytest.raises(psycopg.OperationalError):
+        await reading.fetch("SELECT 1", {})
     assert await reading.fetch("SELECT 2", {}) == [(2,)]
     await reading.close()
 
