@@ -66,8 +66,10 @@ class World:
     """The only source of chance."""
     cluster: Any
     """The primary, its synchronous standby, and their stable address: `shared.cluster`."""
+    disk: Any
+    """What both servers flush to, and can be slow: `chaos_disk`, whose environment they are started with."""
     proxy: Any
-    """What all processes but admin connections reach Postgres through: `chaos_proxy`, or the cluster's own."""
+    """What all but admin connections reach Postgres through: `chaos_proxy`, or the cluster's own."""
     writers: Sequence[Worker]
     readers: Sequence[Worker]
     servers: Sequence[Worker]
@@ -76,7 +78,7 @@ class World:
     admin: Callable[[], psycopg.Connection[Any]]
     """A new autocommit connection to the present primary past any proxy, named `ADMIN`; use it by `with`."""
     errors: Callable[[str | None], int]
-    """Errors that a writer (by name; None: all of them) has met so far: appends that failed or are unknown."""
+    """Errors that a writer (by name; None: all) has met so far: appends that failed or are unknown."""
     acknowledged: Callable[[str | None], int]
     """Chunks acknowledged to a writer (by name; None: all of them) so far."""
     lag: Callable[[str | None], int]

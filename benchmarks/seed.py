@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,9 +30,10 @@ import psycopg
 from benchmarks.seed_samples import Samples
 from benchmarks.shared.errors import BenchmarkError
 from benchmarks.shared.postgres import fresh_database
+from benchmarks.shared.preloading import built
 from benchmarks.shared.processes import Program
 from benchmarks.shared.results import Bar, Result
-from example_project.embedded.cluster import Cluster, package_binaries
+from example_project.embedded.cluster import package_binaries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,20 +134,7 @@ def flushes(disk: str) -> Iterator[dict[str, str]]:
     if disk == AS_IT_IS:
         yield {}
         return
-    base = Cluster.of_this_checkout().base
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=base) as directory:
-        library = Path(directory) / "slow_flush.so"
-        source = HERE / "seed_slow_flush.c"
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            raise BenchmarkError("A C compiler builds the library that makes flushes slower; none is here.")
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
-        built = subprocess.run(command, capture_output=True, encoding="utf-8")
-        if built.returncode:
-            raise BenchmarkError(f"The library that makes flushes slower cannot be built:\n{built.stderr}")
-        # The server's account reads it.
-        Path(directory).chmod(0o711)
-        library.chmod(0o755)
+    with built(HERE / "seed_slow_flush.c") as library:
         yield {"LD_PRELOAD": str(library)}
 
 
