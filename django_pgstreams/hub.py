@@ -15,14 +15,13 @@ import asyncio
 import contextlib
 import logging
 import math
-import random
 import threading
 import time
 from itertools import islice
 
 import psycopg
 
-from . import background, conf, database, listener, pages, sql, wire
+from . import background, conf, database, listener, pages, polling, sql, wire
 from .buffer import Batch, Buffer
 from .follower import Feed, Follower
 from .models import Stream
@@ -68,6 +67,7 @@ class Hub:
         self._catch_up_pool = database.ReadPool(
             using, _ROLE, size=self._settings.READ_POOL_SIZE - 1, timeout_seconds=timeout
         )
+        self._finds = polling.Finds()
         self.queries = 0
         self.polls = 0
         self.wake_ups = 0
@@ -130,7 +130,8 @@ class Hub:
     @property
     def followers(self) -> int:
         """How many followers there are."""
-        return sum(feed.followers for feed in self._feeds.values())
+        # A list at one go: other threads ask too.
+        return sum(feed.followers for feed in list(self._feeds.values()))
 
     @property
     def window_bytes(self) -> int:
@@ -185,6 +186,7 @@ class Hub:
             self._mark_all()
         for stream_id, tail, changed in batch.wake_ups:
             feed = self._feeds.get(stream_id)
+            self._finds.announced(stream_id, tail, changed=changed)
             if feed is not None and (changed or feed.window is None or feed.window.end < tail):
                 self.mark(feed, math.inf if changed else tail)
 
@@ -198,36 +200,44 @@ class Hub:
         heard = listener.get(self.using)
         heard.attach(self.wake_from_thread)
         try:
-            await self._serve()
+            await self._serve(heard)
         finally:
             heard.detach(self.wake_from_thread)
             await self._live_pool.close()
             await self._catch_up_pool.close()
 
-    async def _serve(self) -> None:
+    async def _serve(self, heard: listener.Listener) -> None:
         """Read for whoever waits, until nobody has followed anything for some time."""
-        interval = self._settings.POLL_INTERVAL_SECONDS
         idle = self._settings.IDLE_SECONDS
         now = used_at = time.monotonic()
-        poll_at = now + random.uniform(0.5, 1) * interval  # processes that start together spread
+        schedule = polling.Schedule(
+            self._settings.POLL_INTERVAL_SECONDS, self._settings.FAST_POLL_INTERVAL_SECONDS, now
+        )
         failures = 0
         if any(feed.window for feed in self._feeds.values()):
             self._mark_all()  # a restart: wake-ups may have been missed
         while self._feeds or self._reads or now - used_at < idle:
             if self._feeds or self._reads:
                 used_at = now
-            await self._wait_until(min(poll_at, now + min(_HOUSEKEEPING_SECONDS, idle)))
+            await self._wait_until(min(schedule.due_at, now + min(_HOUSEKEEPING_SECONDS, idle)))
             await asyncio.sleep(0)  # whoever the last read woke in vain waits again, and is in the next one
             now = time.monotonic()
-            if now >= poll_at:
-                poll_at = now + interval
-                self._mark_all()
-                self.polls += bool(self._dirty)
+            if schedule.is_due(now, hears=heard.hears):
+                self._poll()
             failures = 0 if await self._tick() else failures + 1
             await self._live_pool.close_idle(idle)
             await self._catch_up_pool.close_idle(idle)
             if failures:
                 await asyncio.sleep(database.backoff_seconds(failures))
+
+    def _poll(self) -> None:
+        """Have every feed read, whether or not a wake-up told of it."""
+        dirty = {feed.stream_id for feed in self._dirty}
+        found = self._finds.polled(stream_id for stream_id in self._feeds if stream_id not in dirty)
+        self._mark_all()
+        if self._dirty:
+            self.polls += 1
+            polling.tally(self.using).add(found)
 
     async def _wait_until(self, when: float) -> None:
         """Wait until somebody wants a read, or for the time given (monotonic seconds)."""
@@ -260,6 +270,7 @@ class Hub:
                 # Trimmed beyond the window: its followers find the gap when they read on.
                 feed.window = Window(page.gap_to)
             self.learn(feed, page)
+            self._finds.read(feed.stream_id, page.next if page.chunks else None)
             if feed in self._dirty:
                 mark = self._dirty.pop(feed)
                 (self._dirty if page.chunks else hungry)[feed] = mark
@@ -364,6 +375,11 @@ def get(using: str) -> Hub:
         if (loop, using) not in _hubs:
             _hubs[loop, using] = Hub(using)
         return _hubs[loop, using]
+
+
+def subscribers(using: str) -> int:
+    """How many follow streams of a database alias in this process."""
+    return sum(hub.followers for hub in _all() if hub.using == using)
 
 
 def wake(using: str, batch: Batch) -> None:

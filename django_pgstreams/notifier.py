@@ -74,6 +74,11 @@ class Notifier:
         self.flushes = 0
         self.failed_flushes = 0
 
+    @property
+    def pending(self) -> int:
+        """How many streams have a wake-up that waits."""
+        return len(self._buffer)
+
     def announce(self, wake_ups: Iterable[WakeUp]) -> bool:
         """Put wake-ups into the buffer and return at once; False if this notifier has been closed."""
         with self._condition:
@@ -234,6 +239,11 @@ def get(using: str) -> Notifier:
                 multiprocessing.util.Finalize(None, _flush_at_exit, exitpriority=0)
                 _at_exit = True
         return _notifiers[using]
+
+
+def known(using: str) -> Notifier | None:
+    """The process's notifier for a database alias, if there is one yet."""
+    return _notifiers.get(using)
 
 
 def announce(using: str, wake_ups: Iterable[WakeUp]) -> None:

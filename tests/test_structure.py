@@ -20,14 +20,17 @@ ROOT = PACKAGE.parent
 
 # A module imports from lower floors only, and stands as low as that allows.
 FLOORS = [
-    {"arrays", "background", "buffer", "conf", "exceptions", "pages", "pending", "signals", "sockets", "sql"},
-    {"codec", "database", "keys", "piping", "store", "watch", "window"},
+    {
+        *["arrays", "background", "buffer", "conf", "exceptions", "flow", "pages", "pending", "signals"],
+        *["sockets", "sql"],
+    },
+    {"codec", "database", "keys", "piping", "polling", "store", "watch", "window"},
     {"managers", "settling", "wire"},
     {"answers", "models", "notifier", "relay"},
     {"follower", "listener", "permissions", "previews"},
     {"admin", "checks", "subscription"},
     {"hub"},
-    {"committer", "consumers"},
+    {"committer", "consumers", "health"},
     {"receivers", "routing", "writer"},
     {"apps"},
 ]
@@ -42,6 +45,7 @@ PUBLIC = {
         *["AppendFailed", "AppendUnknown", "WriterFull"],
         *["InvalidPayload", "ChunkImmutable", "ManagedField", "StreamGap", "StreamReset"],
     },
+    "health": {"Health", "get"},
     "hub": {"subscribe"},
     "models": {"Chunk", "Stream"},
     "permissions": {"owner_or_model_permission"},
