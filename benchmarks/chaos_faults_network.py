@@ -9,8 +9,8 @@ from benchmarks.chaos_faults_seen import gone, nothing_acknowledged
 class BlackHole(Fault):
     """Nothing comes through, and nobody is told.
 
-    Either all of it is late; or the connections were forgotten, which their ends hear when it is over, and new
-    ones work.
+    Either all of it is late; or the connections were forgotten, which their ends hear when it is over, and
+    new ones work.
     """
 
     kind = "black hole"

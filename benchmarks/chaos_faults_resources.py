@@ -24,7 +24,8 @@ class RowsLocked(Fault):
     _WAITS_FOR_IT = """
         SELECT EXISTS (
             SELECT FROM pg_stat_activity
-            WHERE datname = current_database() AND wait_event_type = 'Lock' AND %s = ANY (pg_blocking_pids(pid))
+            WHERE datname = current_database() AND wait_event_type = 'Lock'
+              AND %s = ANY (pg_blocking_pids(pid))
         )
     """
 
