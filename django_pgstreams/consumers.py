@@ -16,11 +16,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from asgiref.sync import sync_to_async
-from channels.db import database_sync_to_async
 from django.contrib.auth.models import AnonymousUser
 from django.db import InterfaceError, OperationalError, close_old_connections, router
 
-from . import conf, hub, permissions, wire
+from . import conf, hub, lookups, permissions, turns, wire
 from .exceptions import InvalidKey, StreamBusy, StreamClosed, StreamMissing
 from .follower import Chunks, Closed, Event, Gap, Live, Reset
 from .models import Stream
@@ -70,8 +69,7 @@ class StreamConsumer(Socket):
 
     async def get_stream(self, key: str) -> Stream | None:
         """The stream of a key, or None. Raising refuses: with 1011 if the database is away, else for good."""
-        streams = Stream.objects.using(router.db_for_write(Stream))
-        return await database_sync_to_async(streams.filter(key=key).first)()
+        return await lookups.stream(key, router.db_for_write(Stream))
 
     async def has_permission(self, stream: Stream, action: str) -> bool:
         """Whether the socket's user may `"view"` or `"cancel"` a stream. Only True allows; raising refuses.
@@ -211,7 +209,7 @@ class StreamConsumer(Socket):
         except Exception:
             logger.exception("Access to stream %r could not be checked; it is refused", key)
         # An override may have used Django's async queries, which keep their connection, even a broken one.
-        await sync_to_async(close_old_connections)()
+        await turns.run(close_old_connections)
         if is_away:
             raise _Unavailable
         return stream if allowed is True else None

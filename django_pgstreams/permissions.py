@@ -12,12 +12,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from channels.db import database_sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 from django.db import InterfaceError, OperationalError
 from django.utils.module_loading import import_string
 
-from . import conf
+from . import conf, turns
 from .models import Stream
 
 logger = logging.getLogger(__name__)
@@ -77,5 +76,5 @@ async def _ask(policy: Hook, user: Any, stream: Stream, action: str) -> Any:
     if inspect.iscoroutinefunction(policy) or inspect.iscoroutinefunction(type(policy).__call__):
         answer = policy(user, stream, action)
     else:
-        answer = await database_sync_to_async(policy)(user, stream, action)
+        answer = await turns.run(policy, user, stream, action)
     return await answer if inspect.isawaitable(answer) else answer

@@ -10,11 +10,10 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeAlias
 
-from channels.db import database_sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections, router
 
-from . import background
+from . import background, turns
 from .exceptions import StreamGap, StreamMissing, StreamReset
 from .follower import DELETED, Chunks, Closed, Event, Follower, Gap, Reset
 from .models import Chunk, Stream
@@ -93,7 +92,7 @@ class Subscription:
             background.loop().call_soon_threadsafe(follower.close)
 
     async def _abatches(self) -> AsyncGenerator[list[Chunk], None]:
-        stream, follower = await self._begin(database_sync_to_async(self._resolve)())
+        stream, follower = await self._begin(turns.run(self._resolve))
         try:
             while (chunks := self._take(stream, await follower.next())) is not None:
                 if chunks:

@@ -22,12 +22,12 @@ ROOT = PACKAGE.parent
 FLOORS = [
     {
         *["arrays", "background", "buffer", "conf", "exceptions", "flow", "pages", "pending", "signals"],
-        *["sockets", "sql"],
+        *["sockets", "sql", "turns"],
     },
     {"codec", "database", "keys", "piping", "polling", "store", "watch", "window"},
     {"managers", "settling", "wire"},
     {"answers", "models", "notifier", "relay"},
-    {"follower", "listener", "permissions", "previews"},
+    {"follower", "listener", "lookups", "permissions", "previews"},
     {"admin", "checks", "subscription"},
     {"hub"},
     {"committer", "consumers", "health"},

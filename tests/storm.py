@@ -1,0 +1,180 @@
+"""A storm of websockets in this process, so cheap that the server is what is measured.
+
+Plain sockets and one epoll; every viewer checks that it is sent each chunk from its position on, once and in
+order, and notes when it became live and when each chunk came.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import json
+import os
+import re
+import resource
+import select
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from benchmarks.fanout_viewers import frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_CHUNKS = re.compile(rb'\{"type":"chunks","stream":"[^"]*","offset":(\d+),"next":(\d+),')
+_TEXT, _CLOSE = 1, 8
+_READ_BYTES = 256 * 1024
+
+
+class WrongFrameError(Exception):
+    """A viewer was sent what it must not be sent, or its socket ended."""
+
+
+class Visit(NamedTuple):
+    """Where a viewer goes: a path of the server, with the headers of its user, from a position on."""
+
+    path: str
+    headers: dict[str, str]
+    position: int
+
+
+class Viewer:
+    """One websocket that follows one stream."""
+
+    def __init__(self, visit: Visit) -> None:
+        self.position = visit.position
+        self.live_at: float | None = None
+        self.received: list[tuple[float, int, bytes]] = []  # when, the position after, the frame
+        self._visit = visit
+        self._buffer = b""
+        self._is_open = False
+        self.socket = socket.socket()
+        self.socket.setblocking(False)
+
+    def begin(self, port: int) -> None:
+        """Start to connect."""
+        self._port = port
+        if self.socket.connect_ex(("127.0.0.1", port)) not in (0, errno.EINPROGRESS):
+            raise WrongFrameError("The server cannot be reached.")
+
+    def ask(self) -> None:
+        """Once connected: ask for the websocket."""
+        headers = {
+            "Host": f"127.0.0.1:{self._port}",
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": base64.b64encode(os.urandom(16)).decode(),
+            **self._visit.headers,
+        }
+        lines = [f"GET {self._visit.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        self.socket.sendall("\r\n".join([*lines, "", ""]).encode())
+
+    def read(self) -> None:
+        """Take what has come. Raises `WrongFrameError`."""
+        data = self.socket.recv(_READ_BYTES)
+        if not data:
+            raise WrongFrameError(f"The server hung up at {self._visit.path}.")
+        now = time.monotonic()
+        self._buffer += data
+        if not self._is_open:
+            head, found, rest = self._buffer.partition(b"\r\n\r\n")
+            if not found:
+                return
+            if not head.startswith(b"HTTP/1.1 101"):
+                raise WrongFrameError(f"The server refuses: {head[:200]!r}")
+            self._is_open, self._buffer = True, rest
+        end = 0
+        for opcode, payload, end in frames(self._buffer):  # noqa: B007 - the last end is used
+            if opcode == _TEXT:
+                self._take(payload, now)
+            elif opcode == _CLOSE:
+                raise WrongFrameError(f"The server closes: {payload!r}")
+        self._buffer = self._buffer[end:]
+
+    def _take(self, text: bytes, now: float) -> None:
+        if match := _CHUNKS.match(text):
+            if int(match[1]) != self.position:
+                raise WrongFrameError(f"At {self.position} came {text[:200]!r}")
+            self.position = int(match[2])
+            self.received.append((now, self.position, text))
+            return
+        match json.loads(text)["type"]:
+            case "live":
+                self.live_at = now
+            case "subscribed" | "ping":
+                pass
+            case _:
+                raise WrongFrameError(f"{self._visit.path} was sent {text[:200]!r}")
+
+    def vanish(self) -> None:
+        """Reset the connection, as a server or a network that fails does."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+
+class Storm:
+    """All viewers of this process, on one server."""
+
+    def __init__(self, port: int) -> None:
+        self.viewers: list[Viewer] = []
+        self._port = port
+        self._by_number: dict[int, Viewer] = {}
+        self._connecting: set[int] = set()
+        self._epoll = select.epoll()
+        raise_descriptor_limit()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.leave(list(self.viewers))
+        self._epoll.close()
+
+    def come(self, visits: Iterable[Visit], within_seconds: float = 0) -> list[Viewer]:
+        """Begin to connect viewers, spread evenly over a time; reads meanwhile, and returns them."""
+        came = [Viewer(visit) for visit in visits]
+        began = time.monotonic()
+        for place, viewer in enumerate(came):
+            due = began + within_seconds * place / len(came)
+            self.read_while(lambda due=due: time.monotonic() < due)
+            self._by_number[viewer.socket.fileno()] = viewer
+            self._connecting.add(viewer.socket.fileno())
+            viewer.begin(self._port)
+            self._epoll.register(viewer.socket, select.EPOLLOUT)
+        self.viewers += came
+        return came
+
+    def read_while(self, unfinished: Callable[[], bool], deadline_seconds: float = 90) -> None:
+        """Take what comes while the condition holds, within a deadline. Raises `WrongFrameError`."""
+        deadline = time.monotonic() + deadline_seconds
+        while unfinished():
+            if time.monotonic() > deadline:
+                missing = sum(viewer.live_at is None for viewer in self.viewers)
+                raise WrongFrameError(f"Waited in vain; {missing} of {len(self.viewers)} are not live.")
+            for number, _ in self._epoll.poll(0.01):
+                viewer = self._by_number[number]
+                if number in self._connecting:
+                    self._connecting.discard(number)
+                    viewer.ask()
+                    self._epoll.modify(number, select.EPOLLIN)
+                else:
+                    viewer.read()
+
+    def leave(self, viewers: Iterable[Viewer]) -> None:
+        """Have viewers vanish."""
+        for viewer in viewers:
+            self.viewers.remove(viewer)
+            self._by_number.pop(viewer.socket.fileno(), None)
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(viewer.socket)
+            viewer.vanish()
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many sockets as the machine allows."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
