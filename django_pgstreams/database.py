@@ -27,6 +27,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from psycopg import pq
 
+from . import sql
 from .arrays import Array
 
 T = TypeVar("T")
@@ -165,6 +166,16 @@ def execute(
     if error is not None:
         raise error
     return rows
+
+
+def notify(connection: Connection, channel: str, payloads: Value, *, timeout_seconds: float) -> None:
+    """Send notifications, one for each element of the array of payloads. Raises what `execute` raises."""
+    try:
+        execute(connection, sql.NOTIFY, [channel, payloads], timeout_seconds=timeout_seconds)
+    except psycopg.errors.ProgramLimitExceeded:
+        # The queue is full. It is for the next attempt, if its listeners are up to date again.
+        execute(connection, sql.FREE_NOTIFICATION_QUEUE, [], timeout_seconds=timeout_seconds)
+        raise
 
 
 def _next_result(link: pq.abc.PGconn, deadline: float) -> pq.abc.PGresult | None:

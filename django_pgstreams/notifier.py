@@ -182,12 +182,7 @@ class Notifier:
         # An array of Postgres; the payloads hold digits and punctuation only.
         payloads = "{" + ",".join(f'"{payload}"' for payload in wire.pack(batch)) + "}"
         started = time.monotonic()
-        database.execute(
-            self._connection,
-            sql.NOTIFY,
-            [self._channel, payloads],
-            timeout_seconds=timeout_seconds,
-        )
+        database.notify(self._connection, self._channel, payloads, timeout_seconds=timeout_seconds)
         self._durations.append(time.monotonic() - started)
         self.flushes += 1
         if started >= self._count_at:

@@ -165,14 +165,18 @@ class Relay:
         return buffer.take() if buffer else None
 
     def _announce(self, batch: Batch) -> None:
-        self._ask(sql.NOTIFY, self._channel, arrays.texts(wire.pack(batch)))
+        payloads = arrays.texts(wire.pack(batch))
+        database.notify(self._connect(), self._channel, payloads, timeout_seconds=self._timeout_seconds)
         self.flushes += 1
 
     def _ask(self, statement: str, *values: str | arrays.Array) -> list[list[str | None]]:
+        return database.execute(self._connect(), statement, values, timeout_seconds=self._timeout_seconds)
+
+    def _connect(self) -> database.Connection:
         if self._connection is None:
             self._snapshot = None  # those of another server, or of another life of it, say nothing
             self._connection = database.connect(self._using, _ROLE, timeout_seconds=self._timeout_seconds)
-        return database.execute(self._connection, statement, values, timeout_seconds=self._timeout_seconds)
+        return self._connection
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

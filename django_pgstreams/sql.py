@@ -131,7 +131,11 @@ window hands the aggregates their input in its order.
 PROBE = "SELECT pg_notify(%(channel)s, %(payload)s)"
 
 NOTIFY = "SELECT pg_notify($1, payload) FROM unnest($2::text[]) AS payload"
-"""For `database.execute`, as is the next: its parameters are libpq's."""
+"""For `database.execute`, as are the next: its parameters are libpq's."""
+
+FREE_NOTIFICATION_QUEUE = "SELECT pg_notification_queue_usage()"
+"""It drops what every listener has had before it counts. Postgres does so otherwise only when it adds to the
+queue, which it cannot once that is full: it would stay full for ever."""
 
 COUNT_SESSIONS = """
 SELECT count(*) FROM pg_stat_activity WHERE application_name = $1
