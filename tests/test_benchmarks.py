@@ -24,6 +24,8 @@ from benchmarks.shared.results import Bar, Result, median_result
 from benchmarks.shared.running import Run
 from tests.waiting import DEADLINE_SECONDS, wait_until
 
+pytestmark = pytest.mark.once
+
 
 def has_no_leftovers(database_url):
     with psycopg.connect(database_url) as own:

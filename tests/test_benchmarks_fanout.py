@@ -13,6 +13,8 @@ from benchmarks.fanout_load import CHUNK_BYTES, Schedule, as_stored, chunk_data,
 from benchmarks.fanout_viewers import ReplayViewer, Viewer, WrongFrameError, frames
 from django_pgstreams import wire
 
+pytestmark = pytest.mark.once
+
 
 def test_fanout_compares_the_product_with_the_bare_app(database_url, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(fanout, "STEPS", (2,))

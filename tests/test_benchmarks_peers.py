@@ -18,6 +18,8 @@ from benchmarks.shared.errors import BenchmarkError
 from benchmarks.shared.results import Result, median_result
 from benchmarks.shared.running import Run
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def short_run(database_url):

@@ -14,6 +14,8 @@ from benchmarks.scale_figures import busiest_second, slope
 from benchmarks.scale_following import BUSIEST, LISTENERS, Followers
 from benchmarks.shared.errors import BenchmarkError
 
+pytestmark = pytest.mark.once
+
 SMALL = {
     "streams": (10, 50),
     "chunks": (20_000, 40_000),

@@ -18,6 +18,8 @@ from benchmarks.shared.errors import BenchmarkError
 from benchmarks.shared.postgres import fresh_database
 from benchmarks.shared.processes import Program
 
+pytestmark = pytest.mark.once
+
 STREAMS = 3
 
 

@@ -14,6 +14,8 @@ from benchmarks.writer_reader import Checker
 from django_pgstreams.models import Chunk, Stream
 from django_pgstreams.pages import Run
 
+pytestmark = pytest.mark.once
+
 NOW = 820_540_800_000_000  # microseconds, as Postgres counts them
 
 

@@ -28,7 +28,8 @@ CHROMIUM_ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 90_000
+pytestmark = pytest.mark.once
 FOLLOWER = "document.querySelector('[data-stream]').follower"
 
 

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 _POLL_SECONDS = 0.01
 
 
