@@ -33,6 +33,8 @@ class Settings:
     """A websocket frame holds no more payload than this, unless a single chunk does."""
     MAX_SUBSCRIPTIONS: int = 100
     """Streams that one websocket may follow at a time."""
+    MAX_UNACKED_BYTES: int = 1024 * 1024
+    """A websocket is sent so much of a stream that its client has not acknowledged, but always one frame."""
     PAGE_CHUNKS: int = 1000
     """Chunks that one read of a stream brings at the most."""
     PAGE_BYTES: int = 1024 * 1024
@@ -52,6 +54,8 @@ class Settings:
     """The listening connection proves that it is alive this often."""
     HEARTBEAT_SECONDS: float = 25.0
     """A websocket is sent a `ping` frame this often."""
+    STALL_SECONDS: float = 60.0
+    """A websocket that waits this long for its client to acknowledge, or to read, is closed."""
     LOCK_TIMEOUT_SECONDS: float = 2.0
     """`Stream.cancel()` waits this long for the stream's row, then raises `StreamBusy`."""
     QUERY_TIMEOUT_SECONDS: float = 30.0

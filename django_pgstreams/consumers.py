@@ -5,7 +5,7 @@ looks like one that is forbidden, and whatever ends the socket ends its subscrip
 
 Close codes: 1000 after the end of the one stream of a one-stream URL; 1011 for a failure here, worth another
 try; 4400 for a URL that cannot be understood; 4403 for a stream that this user may not see or that does not
-exist.
+exist; 4408 for a client that takes nothing for too long, and may come back.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from django.db import InterfaceError, OperationalError, close_old_connections, r
 
 from . import conf, hub, lookups, permissions, turns, wire
 from .exceptions import InvalidKey, StreamBusy, StreamClosed, StreamMissing
+from .flow import Flow
 from .follower import Chunks, Closed, Event, Gap, Live, Reset
 from .models import Stream
 from .pages import Run
@@ -33,9 +34,11 @@ CLOSE_ENDED = 1000
 CLOSE_FAILED = 1011
 CLOSE_BAD_REQUEST = 4400
 CLOSE_REFUSED = 4403
+CLOSE_STALLED = 4408
 
 _MAX_REASON_CHARACTERS = 4000
 _REFUSED = "This stream does not exist, or you may not see it."
+_STALLED = "Nothing was acknowledged for too long; come back with the last position."
 _UNAVAILABLE = "Streams cannot be looked up now; try again."
 
 
@@ -47,17 +50,32 @@ class _Unreadable(Exception):
     """A stored chunk cannot be put into a frame; the message is for the client."""
 
 
+class _Stalled(Exception):
+    """The client has acknowledged nothing for too long, though it has all that it may have until it does."""
+
+
 class _Subscribed:
     """One stream followed over this socket."""
 
     def __init__(self, key: str, offset: int | str) -> None:
+        settings = conf.get()
         self.key = key
         self.content_type = ""  # once the stream is known
-        self.max_frame_bytes = conf.get().MAX_FRAME_BYTES
+        self.max_frame_bytes = settings.MAX_FRAME_BYTES
         self.task: asyncio.Task[None] | None = None
-        # The position after the last chunk that was sent; a client may acknowledge where it starts at once.
-        self.sent = max(0, offset) if isinstance(offset, int) else 0
-        self.acked = 0  # the position that the client has acknowledged
+        # A client may acknowledge where it starts at once.
+        self.flow = Flow(max(0, offset) if isinstance(offset, int) else 0, settings.MAX_UNACKED_BYTES)
+        self.acknowledged: asyncio.Event | None = None  # what waits for room waits for this
+
+    async def room(self, size_bytes: int) -> None:
+        """Wait until there is room for a frame of this size. Raises `_Stalled`."""
+        while not self.flow.has_room(size_bytes):
+            self.acknowledged = asyncio.Event()
+            try:
+                async with asyncio.timeout(conf.get().STALL_SECONDS):
+                    await self.acknowledged.wait()
+            except TimeoutError:
+                raise _Stalled from None
 
 
 class StreamConsumer(Socket):
@@ -104,9 +122,16 @@ class StreamConsumer(Socket):
             await self._subscribe(frame)
 
     async def _beat(self) -> None:
+        """Send pings; where the server waits for the client to read, they show that it does not."""
         while True:
             await asyncio.sleep(conf.get().HEARTBEAT_SECONDS)
-            await self.send(wire.frame("ping"))
+            try:
+                async with asyncio.timeout(conf.get().STALL_SECONDS):
+                    await self.send(wire.frame("ping"))
+            except TimeoutError:
+                logger.info("A client that does not read is disconnected")
+                await self.close(CLOSE_STALLED)
+                return
 
     async def _error(self, code: str, message: str, stream: str | None = None) -> None:
         await self.send(wire.frame("error", stream, code=code, message=message))
@@ -150,14 +175,12 @@ class StreamConsumer(Socket):
         subscribed = self._subscriptions.get(frame.stream)
         if subscribed is None or not isinstance(frame.offset, int):
             return  # the last chunks are acknowledged after the end
-        if frame.offset > subscribed.sent:
-            await self._error(
-                "bad_ack",
-                f"Position {frame.offset} was not sent yet, only {subscribed.sent}.",
-                frame.stream,
-            )
-            return
-        subscribed.acked = max(subscribed.acked, frame.offset)
+        flow = subscribed.flow
+        if not flow.was_sent(frame.offset):
+            message = f"Position {frame.offset} was not sent yet, only {flow.sent}."
+            await self._error("bad_ack", message, frame.stream)
+        elif flow.acknowledge(frame.offset) and subscribed.acknowledged is not None:
+            subscribed.acknowledged.set()
 
     async def _unsubscribe(self, frame: ClientFrame) -> None:
         subscribed = self._subscriptions.pop(frame.stream, None)
@@ -228,6 +251,10 @@ class StreamConsumer(Socket):
             code = CLOSE_FAILED
             logger.warning("Stream %r cannot be served on: %s", key, error)
             await self._error("unreadable", str(error), key)
+        except _Stalled:
+            code = CLOSE_STALLED
+            logger.info("A client that acknowledges nothing of stream %r is disconnected", key)
+            await self._error("stalled", _STALLED, key)
         except Exception:
             code = CLOSE_FAILED
             logger.exception("Stream %r could not be served", key)
@@ -235,7 +262,7 @@ class StreamConsumer(Socket):
         finally:
             if self._subscriptions.get(key) is subscribed:
                 del self._subscriptions[key]
-        if key == self._only:
+        if key == self._only or code == CLOSE_STALLED:
             await self.close(code)
 
     async def _follow(self, frame: ClientFrame, subscribed: _Subscribed) -> int:
@@ -251,7 +278,7 @@ class StreamConsumer(Socket):
         using = router.db_for_write(Stream, instance=stream)
         follower = hub.get(using).follow(stream.pk, position, known or stream.epoch)
         try:
-            subscribed.sent, subscribed.content_type = position, stream.content_type
+            subscribed.flow.sent, subscribed.content_type = position, stream.content_type
             await self.send(_subscribed_frame(key, stream, position))
             while True:
                 event = follower.poll()
@@ -261,7 +288,11 @@ class StreamConsumer(Socket):
                 while event is None:
                     event = await follower.later()
                 if isinstance(event, Chunks):
-                    await self._send_chunks(event.chunks, subscribed, alone=follower.is_alone)
+                    left_bytes = await self._send_chunks(event.chunks, subscribed, alone=follower.is_alone)
+                    if left_bytes:
+                        # Whoever waits keeps nothing: what found no room is read again.
+                        event, follower.position = None, subscribed.flow.sent
+                        await subscribed.room(left_bytes)
                     continue
                 await self._send_event(event, subscribed)
                 if isinstance(event, Closed):
@@ -275,28 +306,34 @@ class StreamConsumer(Socket):
             case Live(offset):
                 await self.send(wire.frame("live", key, offset=offset))
             case Gap(requested, first):
-                subscribed.sent = first
+                subscribed.flow.skip(first)
                 await self.send(wire.frame("gap", key, requested=requested, first=first))
             case Reset(epoch):
-                subscribed.sent = subscribed.acked = 0
+                subscribed.flow.restart()
                 await self.send(wire.frame("reset", key, epoch=epoch))
             case Closed(offset, state, reason):
                 reason = reason[:_MAX_REASON_CHARACTERS]
                 await self.send(wire.frame("closed", key, offset=offset, state=state, reason=reason))
 
-    async def _send_chunks(self, chunks: Run, subscribed: _Subscribed, *, alone: bool) -> None:
-        """Send chunks up to one that has no place in a frame. Raises `_Unreadable` for that one."""
+    async def _send_chunks(self, chunks: Run, subscribed: _Subscribed, *, alone: bool) -> int:
+        """Send chunks as long as there is room; returns the bytes of the first frame for which there is none.
+
+        Raises `_Unreadable` for a chunk that has no place in a frame.
+        """
         key = subscribed.key
         made: wire.RunFrames | None = chunks.frames
         if made is None or made.stream != key:
             made = wire.run_frames(key, subscribed.content_type, chunks, subscribed.max_frame_bytes)
             if not alone:
                 chunks.frames = made  # once for all who are given the same run, under the same key
-        for text, position in made.frames:
-            subscribed.sent = position  # before the send: the acknowledgement may be quick
+        for text, position, size_bytes in made.frames:
+            # Before the send: the acknowledgement may be quick.
+            if not subscribed.flow.take(position, size_bytes):
+                return size_bytes
             await self.send(text)
         if made.unreadable:
             raise _Unreadable(made.unreadable)
+        return 0
 
 
 def _cancel_now(stream: Stream) -> None:

@@ -18,6 +18,9 @@ from channels.sessions import InstanceSessionWrapper
 
 logger = logging.getLogger(__name__)
 
+_LINGER_SECONDS = 10.0
+"""A connection that is over is cut after this time, if its client has not read what was left by then."""
+
 
 class Socket(AsyncWebsocketConsumer):
     """A websocket consumer that owns tasks."""
@@ -77,11 +80,13 @@ class Socket(AsyncWebsocketConsumer):
             if message["type"] == "websocket.close":
                 write = self._write
                 self._end(closing=asyncio.current_task())
+                _cut_later(self._write_frame)
             try:
                 await write(message)
             except Exception:
                 logger.debug("A client vanished before its %s", message["type"], exc_info=True)
                 self._end()
+                _cut_later(self._write_frame)
 
     def _end(self, *, closing: asyncio.Task[Any] | None = None) -> None:
         """Send nothing more; stop all tasks but the one that is closing and those that outlive the client."""
@@ -115,3 +120,13 @@ def _frame_sender(send: Any) -> Any:
     """
     wrapper = getattr(send, "__self__", None)
     return wrapper.real_send if type(wrapper) is InstanceSessionWrapper else send
+
+
+def _cut_later(send: Any) -> None:
+    """Have a connection that is over cut after a while, if need be, so that its client cannot keep it.
+
+    Daphne does so itself. uvicorn would wait for ever for a client that does not read, and so never stop.
+    """
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    if transport is not None and hasattr(transport, "abort"):
+        asyncio.get_running_loop().call_later(_LINGER_SECONDS, transport.abort)

@@ -182,13 +182,14 @@ def frame(kind: str, stream: str | None = None, **fields: Any) -> str:
 
 
 class RunFrames(NamedTuple):
-    """A run of chunks as frames, each with the position after it, and what is wrong with the next chunk.
+    """A run of chunks as frames, and what is wrong with the next chunk.
 
-    `unreadable` is empty when nothing is; its text is for the client.
+    `frames` has of each its text, the position after it, and its bytes. `unreadable` is empty when nothing is
+    wrong; its text is for the client.
     """
 
     stream: str
-    frames: list[tuple[str, int]]
+    frames: list[tuple[str, int, int]]
     unreadable: str
 
 
@@ -205,7 +206,11 @@ def run_frames(stream: str, content_type: str, run: Run, max_bytes: int) -> RunF
                 f"subscribe from {offset + 1} to leave it out."
             )
             break
-    return RunFrames(stream, chunk_frames(stream, run.first, texts, max_bytes), unreadable)
+    frames = [
+        (text, position, _utf8_bytes(text))
+        for text, position in chunk_frames(stream, run.first, texts, max_bytes)
+    ]
+    return RunFrames(stream, frames, unreadable)
 
 
 def chunk_frames(stream: str, offset: int, data: Sequence[str], max_bytes: int) -> list[tuple[str, int]]:
@@ -230,7 +235,7 @@ def _runs(texts: Iterable[str], max_bytes: int) -> Iterator[Sequence[str]]:
     run: list[str] = []
     size = 0
     for text in texts:
-        text_bytes = (len(text) if text.isascii() else len(text.encode())) + 1
+        text_bytes = _utf8_bytes(text) + 1
         if run and size + text_bytes > max_bytes:
             yield run
             run, size = [], 0
@@ -238,3 +243,7 @@ def _runs(texts: Iterable[str], max_bytes: int) -> Iterator[Sequence[str]]:
         size += text_bytes
     if run:
         yield run
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 from playwright.sync_api import Error, Page, WebSocket, expect, sync_playwright
 
-_DEADLINE_MS = 60_000
+_DEADLINE_MS = 100_000
 _RECONNECTING_WOULD_TAKE_MS = 2_000
 
 
@@ -48,9 +49,11 @@ def visit(page: Page, url: str, username: str, password: str) -> dict[str, Any]:
         page.get_by_role("textbox").fill(text)
         page.get_by_role("button", name="Add").click()
         expect(notes).to_have_count(number)
+    wait_for_acknowledgement(page, sockets, 2)
     say("written")
     expect(notes).to_have_count(4)
     expect(page.locator("#status")).to_have_text("live")
+    wait_for_acknowledgement(page, sockets, 4)
     resumed = notes.all_inner_texts()
     say("resumed")
     expect(page.locator("#status")).to_have_text("ended: completed")
@@ -61,6 +64,15 @@ def visit(page: Page, url: str, username: str, password: str) -> dict[str, Any]:
         "errors": errors,
         "came back after the end": comes_back(page),
     }
+
+
+def wait_for_acknowledgement(page: Page, sockets: list[dict[str, Any]], position: int) -> None:
+    """Wait until the page has acknowledged a position, which is all that it ever sends."""
+    deadline = time.monotonic() + _DEADLINE_MS / 1000
+    while not sockets[-1]["sent"] or sockets[-1]["sent"][-1]["offset"] != position:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Position {position} is not acknowledged: {sockets[-1]['sent']}")
+        page.wait_for_timeout(50)
 
 
 def record(socket: WebSocket) -> dict[str, Any]:

@@ -202,9 +202,12 @@ ANYBODY = {"Origin": "http://127.0.0.1"}
 
 
 class Socket:
-    """A real websocket; pings of the protocol are left out."""
+    """A real websocket. Pings of the protocol are left out; what is read as a frame is acknowledged."""
 
-    def __init__(self, url: str, headers: dict[str, str], **options: Any) -> None:
+    def __init__(
+        self, url: str, headers: dict[str, str], *, acknowledges: bool = True, **options: Any
+    ) -> None:
+        self._acknowledges = acknowledges
         connecting = connect(
             url,
             additional_headers=headers,
@@ -236,7 +239,11 @@ class Socket:
         return text
 
     def frame(self) -> dict[str, Any]:
-        return json.loads(self.text())
+        frame = json.loads(self.text())
+        if frame["type"] == "chunks" and self._acknowledges:
+            with contextlib.suppress(ConnectionClosed):
+                self.send("ack", frame["stream"], offset=frame["next"])
+        return frame
 
     def frames(self, last: str) -> list[dict[str, Any]]:
         """The next frames, up to the first of a type."""

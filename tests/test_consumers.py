@@ -408,6 +408,7 @@ async def test_catching_up_keeps_every_frame_within_its_bound(owner, stream):
             assert frame["offset"] == offset
             assert frame["data"] == ["x" * 10 * 1024] * (frame["next"] - offset)
             offset = frame["next"]
+            await visit.send("ack", "a/b", offset=offset)
             sizes.append(len(text.encode()))
     assert max(sizes) <= 262_144
     assert len(sizes) <= 20

@@ -157,6 +157,7 @@ def await_word(program: Program, word: str) -> None:
     assert word in program.output.split(), program.output
 
 
+@pytest.mark.once
 def test_the_page_resumes_in_a_browser(project: FreshProject, chromium_path: str) -> None:
     """The server goes twice while the page is open, the second time to come back with another stream."""
     visit = (str(TESTS / "readme_visit.py"), chromium_path)
@@ -195,7 +196,8 @@ def test_the_page_resumes_in_a_browser(project: FreshProject, chromium_path: str
         ["subscribed", "reset", "chunks", "closed"],
         ["subscribed", "reset", "chunks", "live", "closed"],
     )
-    assert [socket["sent"][-1]["offset"] for socket in (first, second, last)] == [2, 4, 1]
+    # The server closed the last one before the page's next acknowledgement.
+    assert [socket["sent"][-1]["offset"] for socket in (first, second)] == [2, 4]
 
 
 def query_of(socket: dict[str, Any]) -> dict[str, list[str]]:

@@ -106,7 +106,7 @@ def urls(consumer: type[StreamConsumer]) -> URLRouter:
 
 
 class Visit:
-    """One websocket; `user` is who the session says."""
+    """One websocket; `user` is who the session says. What is read as a frame is acknowledged at once."""
 
     def __init__(
         self,
@@ -115,6 +115,7 @@ class Visit:
         *,
         consumer: type[StreamConsumer] | None = None,
         subprotocols: list[str] | None = None,
+        acknowledges: bool = True,
     ) -> None:
         routes = URLRouter(websocket_urlpatterns) if consumer is None else urls(consumer)
         path, _, query_string = path.partition("?")
@@ -130,6 +131,7 @@ class Visit:
         # Not the one of Channels, which keeps connections from being closed.
         self.communicator = ApplicationCommunicator(routes, scope)
         self.subprotocol: str | None = None
+        self._acknowledges = acknowledges
 
     async def __aenter__(self) -> Self:
         await self.communicator.send_input({"type": "websocket.connect"})
@@ -167,7 +169,10 @@ class Visit:
         return message["text"]
 
     async def frame(self) -> dict[str, Any]:
-        return json.loads(await self.text())
+        frame = json.loads(await self.text())
+        if frame["type"] == "chunks" and self._acknowledges:
+            await self.send("ack", frame["stream"], offset=frame["next"])
+        return frame
 
     async def frames(self, last: str) -> list[dict[str, Any]]:
         """The next frames, up to the first of a type."""

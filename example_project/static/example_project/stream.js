@@ -17,6 +17,7 @@
  */
 class StreamFollower {
   static PROTOCOL = "pgstreams.v1";
+  static STALLED = 4408; // this page was asleep: the one close code of its kind that is not final
   static STATUSES = ["connecting", "replaying", "live", "waiting", "finished", "refused"];
   static FIRST_DELAY_MS = 250;
   static MAX_DELAY_MS = 10_000;
@@ -97,7 +98,7 @@ class StreamFollower {
   }
 
   #closed({ code, reason }) {
-    if (code === 1000 || (code >= 4400 && code < 4500)) {
+    if (code === 1000 || (code >= 4400 && code < 4500 && code !== StreamFollower.STALLED)) {
       this.#finish("refused", { code, message: reason });
     } else {
       this.#lose();
@@ -217,7 +218,7 @@ class StreamFollower {
   }
 
   #error({ code, message }) {
-    if (code === "internal" || code === "unavailable") {
+    if (code === "internal" || code === "unavailable" || code === "stalled") {
       this.#lose();
     } else if (this.status === "connecting") {
       this.#finish("refused", { code, message }); // the answer to the subscribe frame
