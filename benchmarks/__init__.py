@@ -6,6 +6,7 @@ files or folders `NAME_*`, all of which go into the results as its scripts. `__m
     a docstring               its first line is the question
     SECONDS = 10.0            the default of --seconds: how long one case is measured
     PACKAGES = ("dbos",)      if it measures packages beside ours, whose versions go into the results
+    BARS_DECIDE = True        if a missed bar is a failure without --check too
     add_arguments(parser)     if it has options of its own
     measure(run) -> Result    one measurement: rows (the table), bars (what must hold), data (for the plot)
     plot(figure, report)      draws the rows into a matplotlib `Figure`; `report` is what the JSON file holds

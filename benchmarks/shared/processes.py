@@ -88,6 +88,22 @@ class Program:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal that killed it."""
+        return self._process.poll()
+
+    @property
+    def errors(self) -> str:
+        """What it has printed on standard error."""
+        return "".join(self._errors)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code, once it has ended; None if it has not after that time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self.exit_code
+
     def tell(self, message: Any) -> None:
         """Send a JSON line. Raises `BenchmarkError` when it has ended."""
         assert self._process.stdin is not None

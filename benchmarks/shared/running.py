@@ -38,15 +38,16 @@ class Run:
         """The address of a new Postgres, started with this environment; else of the user's."""
         if self._database_url is None:
             with own_server(environment) as server:
-                self._note(server)
+                self.describe(server)
                 yield server
         elif environment:
             raise BenchmarkError("This part starts its own Postgres: run it without a database's URL.")
         else:
-            self._note(self._database_url)
+            self.describe(self._database_url)
             yield self._database_url
 
-    def _note(self, server: str) -> None:
+    def describe(self, server: str) -> None:
+        """Note this server's version and settings for the report, if none has been noted."""
         if self.postgres is None:
             self.postgres = describe(server)
 
