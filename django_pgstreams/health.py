@@ -1,6 +1,6 @@
 """The state of streaming in this process, one small object for each database alias.
 
-Invariant: asking is cheap and changes nothing: it opens no connection, starts no thread, and waits for nothing.
+Invariant: asking is cheap and changes nothing: no connection is opened, no thread started, nothing awaited.
 """
 
 from __future__ import annotations
