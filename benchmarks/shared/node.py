@@ -144,7 +144,7 @@ class Node:
         first = psutil.Process(self._process.pid)
         first.suspend()
         others = first.children(recursive=True)
-        for process in (first, *others):
+        for process in (*others, first):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
