@@ -145,7 +145,9 @@ class Ear:
 
     def hear(self, seconds: float = 0.0) -> list[str]:
         """Every payload so far, and of the next `seconds`."""
-        self.payloads += [note.payload for note in self._connection.notifies(timeout=seconds)]
+        notes = self._connection.notifies(timeout=seconds)
+        # Of no stream are what listeners prove themselves by.
+        self.payloads += [note.payload for note in notes if not note.payload.startswith("0:")]
         return self.payloads
 
     def words(self) -> list[str]:

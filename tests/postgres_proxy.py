@@ -39,7 +39,7 @@ class PostgresProxy:
         """Be a black hole: connections are accepted and stay open, and nothing goes through either way."""
         self._flows.clear()
 
-    def lose_track(self, *, new_ones: bool = False) -> None:
+    def strand(self, *, new_ones: bool = False) -> None:
         """Drop, from now on and for good, what the connections that there are send, their ends included.
 
         As a gateway that has forgotten them: nobody is told. With `new_ones`, until `come_up`, also what

@@ -163,7 +163,7 @@ async def test_a_caller_that_is_cancelled_cancels_its_statement_at_the_server(al
 
 async def test_a_peer_that_is_gone_without_a_word_costs_no_more_than_the_deadline(alive, proxy, caplog):
     made = await database.aconnect(proxy.alias, "reader")
-    proxy.lose_track(new_ones=True)
+    proxy.strand(new_ones=True)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         await database.within(0.3, made, made.execute("SELECT 1"))
@@ -177,7 +177,7 @@ async def test_a_caller_that_is_cancelled_does_not_wait_long_for_a_peer_that_is_
 ):
     monkeypatch.setattr(database, "_CANCEL_SECONDS", 0.5)
     made = await database.aconnect(proxy.alias, "reader")
-    proxy.lose_track(new_ones=True)
+    proxy.strand(new_ones=True)
     task = asyncio.create_task(database.within(60, made, made.execute("SELECT 1")))
     await asyncio.sleep(0)
     began = time.monotonic()

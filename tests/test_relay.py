@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,51 +14,21 @@ from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Stream
 from tests.concurrency import start
 from tests.following import (
-    PROJECT_ROOT,
     connect,
     database_url,
-    environment,
     is_listening,
     query,
     sessions,
     store,
     terminate,
 )
+from tests.relay_process import RelayProcess
 from tests.waiting import DEADLINE_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
 
 LATE_SECONDS = 10.0
 """Much less than the poll takes in these tests, much more than the relay takes on a busy machine."""
-
-
-class RelayProcess:
-    """The command in a process of its own."""
-
-    def __init__(self, *options: str, verbosity: int = 1, **more: str) -> None:
-        command = ["manage.py", "pgstreams", f"--verbosity={verbosity}", "relay", *options]
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", *command],
-            cwd=PROJECT_ROOT,
-            env=environment(**more),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """End it with a signal; its exit code and what it has logged."""
-        self._process.send_signal(number)
-        output, log = self._process.communicate(timeout=DEADLINE_SECONDS)
-        assert output == ""
-        return self._process.returncode, log
-
-    def close(self) -> None:
-        """Make sure that it is gone, however the test went."""
-        if self._process.returncode is None:
-            self._process.kill()
-            self._process.communicate()
 
 
 @pytest.fixture
