@@ -58,7 +58,7 @@ class Settings:
     """A websocket that waits this long for its client to acknowledge, or to read, is closed."""
     LOCK_TIMEOUT_SECONDS: float = 2.0
     """`Stream.cancel()` waits this long for the stream's row, then raises `StreamBusy`."""
-    QUERY_TIMEOUT_SECONDS: float = 30.0
+    QUERY_TIMEOUT_SECONDS: float = 15.0
     """A read or flush that takes longer is given up and tried again."""
     IDLE_SECONDS: float = 30.0
     """Raw connections that nobody uses are closed after this time."""
