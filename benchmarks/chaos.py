@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.chaos_check import DUPLICATE, GAP, LOST, WRONG
+from benchmarks.chaos_defects import DEFECTS, VARIABLE
 from benchmarks.chaos_disk import disk
 from benchmarks.chaos_faults import FAULTS
 from benchmarks.chaos_run import IDLE_SECONDS, Cast, Ended, pairs, wait_until
@@ -48,6 +49,8 @@ LONGEST_BACKOFF_SECONDS = 5.0
 RECOVERY_SECONDS = LONGEST_BACKOFF_SECONDS + 2
 MEMORY_MIB = 40.0
 """What a process may have grown by."""
+KEPT = Counter({"pgstreams-relay": 1, "chaos-django": 2})
+"""Connections that may stay when only the relay and the servers are left, whose Django keeps its own."""
 MOST_SHOWN = 20
 _WARM_UP_SHARE = 0.05
 _MOST_WARM_UP_SECONDS = 10.0
@@ -62,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long there are faults; instead of --seconds",
     )
     parser.add_argument("--seed", type=int, default=None, help="decides faults and writers; else a new one")
+    parser.add_argument(
+        "--defect", choices=DEFECTS, help="put it into the running product, to see that the run fails"
+    )
     parser.add_argument(
         "--rate", type=float, default=RATE, help="chunks a second while all is well (%(default)g)"
     )
@@ -79,6 +85,8 @@ def measure(run: Run) -> Result:
         database = new_database(servers.address)
         migrate(database)
         environment = {"DJANGO_SETTINGS_MODULE": "benchmarks.chaos_settings"}
+        if run.options.defect:
+            environment[VARIABLE] = run.options.defect
         cast = Cast(servers, database, Path(directory), seed, run.options.rate, environment)
         with cast.playing():
             occurrences, ended = play(run, cast, cast.world(random.Random(seed), slow_disk))
@@ -89,7 +97,7 @@ def play(run: Run, cast: Cast, world: Any) -> tuple[list[Occurrence], Ended]:
     """Warm up, fail over and over, come to rest, and check."""
     warm_up_seconds = min(run.seconds * _WARM_UP_SHARE, _MOST_WARM_UP_SECONDS)
     with run.progress("all is well", warm_up_seconds):
-        cast.watch.recovery_seconds(time.monotonic(), [writer.name for writer in cast.writers], 60)
+        cast.watch.recovery(time.monotonic(), [writer.name for writer in cast.writers], 60)
         time.sleep(warm_up_seconds)
     memory, connections = cast.memory(), cast.connections()
     occurrences = []
@@ -112,7 +120,7 @@ def play(run: Run, cast: Cast, world: Any) -> tuple[list[Occurrence], Ended]:
 
 def left_open(cast: Cast) -> dict[str, int]:
     """Sessions that nobody needs when only servers without clients and the relay are left."""
-    return dict(cast.connections() - Counter({"pgstreams-relay": 1}))
+    return dict(cast.connections() - KEPT)
 
 
 def told(occurrence: Occurrence) -> str:
@@ -120,7 +128,8 @@ def told(occurrence: Occurrence) -> str:
     seen = "observed" if occurrence.observed else "NOT OBSERVED"
     return (
         f"{occurrence.at_seconds:7.1f} s  {occurrence.kind:<26} {occurrence.seconds:5.1f} s  {seen:<12} "
-        f"recovery {occurrence.recovery_seconds:5.2f} s  {occurrence.errors:5d} errors"
+        f"recovery {occurrence.recovery_seconds:5.2f} s "
+        f"({occurrence.last})  {occurrence.errors} errors"
     )
 
 
@@ -133,10 +142,12 @@ def result(run: Run, seed: int, occurrences: list[Occurrence], ended: Ended) -> 
     data = {
         "seed": seed,
         "minutes": run.seconds / 60,
+        "defect": run.options.defect,
         "occurrences": [vars(occurrence) for occurrence in occurrences],
         "findings": list(map(str, ended.findings[:MOST_SHOWN])),
         "memory_mib": ended.memory,
         "connections": ended.connections,
+        "left_open": ended.left_open,
         "chunks": {
             "stored": ended.stored,
             "acknowledged": ended.acknowledged,

@@ -26,6 +26,8 @@ class Occurrence:
     observed: bool
     recovery_seconds: float
     """From its end until each writer had something acknowledged, and each reader lacked none of it."""
+    last: str
+    """Who was the last one to recover."""
     errors: int
     """Appends that failed or are unknown."""
     at_seconds: float
@@ -67,10 +69,8 @@ def _run_fault(fault: Fault, world: World, watch: Watch, began: float) -> Occurr
     healed = time.monotonic()
     # The keeper appends too seldom to tell.
     writers = [writer.name for writer in world.writers if writer.kind != "keeper"]
-    recovery_seconds = watch.recovery_seconds(healed, writers, RECOVERY_PATIENCE_SECONDS)
-    return Occurrence(
-        fault.kind, observed, recovery_seconds, watch.errors() - errors, at - began, healed - at
-    )
+    recovery = watch.recovery(healed, writers, RECOVERY_PATIENCE_SECONDS)
+    return Occurrence(fault.kind, observed, *recovery, watch.errors() - errors, at - began, healed - at)
 
 
 def _wait_for_effect(fault: Fault, world: World) -> bool:

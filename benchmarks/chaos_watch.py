@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -78,6 +78,13 @@ class ReaderState:
         return int(np.maximum(tails[self._own] - self._positions[self._own], 0).sum())
 
 
+class Recovery(NamedTuple):
+    """How long it took until all was well, and who was the last one to be."""
+
+    seconds: float
+    last: str
+
+
 class Watch:
     """A thread that looks at all ledgers, some twenty times a second."""
 
@@ -134,19 +141,25 @@ class Watch:
         with self._lock:
             return max(state.lag(self._tails if tails is None else tails) for state in states)
 
-    def recovery_seconds(self, since: float, writers: list[str], patience_seconds: float) -> float:
-        """How long after `since` it took until all was well; `patience_seconds` if it did not get well.
+    def recovery(self, since: float, writers: Sequence[str], patience_seconds: float) -> Recovery:
+        """Wait until all is well, and say how long after `since` that was.
 
         Well means: each of the writers has had something acknowledged since then, and every reader has
         recorded all that was acknowledged by that moment.
         """
-        deadline = since + patience_seconds
+        late = dict.fromkeys(writers, 0.0)
         tails: Array | None = None
-        while (now := time.monotonic()) < deadline:
-            if tails is None and all(self._writers[name].last_at > since for name in writers):
-                with self._lock:
-                    tails = self._tails.copy()
-            if tails is not None and not self.lag(tails=tails):
-                return now - since
-            time.sleep(_LOOK_SECONDS / 2)
-        return patience_seconds
+        waiting = list(writers)
+        while waiting and (now := time.monotonic()) < since + patience_seconds:
+            if tails is None:
+                waiting = [name for name in writers if self._writers[name].last_at <= since]
+                if not waiting:
+                    with self._lock:
+                        tails = self._tails.copy()
+            if tails is not None:
+                waiting = [name for name in self._readers if self.lag(name, tails)]
+            late |= dict.fromkeys(waiting, now - since)
+            if waiting:
+                time.sleep(_LOOK_SECONDS / 2)
+        last = max(late, key=lambda name: late[name])
+        return Recovery(patience_seconds if waiting else time.monotonic() - since, last)
