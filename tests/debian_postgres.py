@@ -1,4 +1,4 @@
-"""Debian's Postgres 15, one of a test's own: it speaks TLS on the loopback interface, and logs all it is asked."""
+"""Debian's Postgres 15, one of a test's own: it speaks TLS, and logs all that it is asked."""
 
 from __future__ import annotations
 
@@ -112,6 +112,8 @@ def debian_postgres() -> Iterator[DebianPostgres]:
     if not (_BINARIES / "postgres").is_file():
         pytest.skip("Debian's package postgresql-15 is not installed")
     base = Cluster.of_this_checkout().base
-    with tempfile.TemporaryDirectory(prefix="debian-", dir=base, ignore_cleanup_errors=True) as directory:
-        with contextlib.closing(DebianPostgres(Path(directory))) as server:
-            yield server
+    with (
+        tempfile.TemporaryDirectory(prefix="debian-", dir=base, ignore_cleanup_errors=True) as directory,
+        contextlib.closing(DebianPostgres(Path(directory))) as server,
+    ):
+        yield server

@@ -1,7 +1,7 @@
 """A program that does all that the app can do, and forks in the middle of it.
 
-`python -m tests.forking STREAM WRITTEN ENDING`: the ids of two streams, and how the children end. What it finds
-wrong is a traceback, of a child too.
+`python -m tests.forking STREAM WRITTEN ENDING`: the ids of two streams, and how the children end. What it
+finds wrong is a traceback, of a child too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def own_session() -> int:
 
 
 def in_child(number: int, stream: Stream, written: Stream) -> None:
-    """What a child does: all of it anew. In a thread, since Django's connection of this one is its parent's."""
+    """What a child does: all of it anew. In a thread, since Django's connection here is its parent's."""
     assert not notifier._notifiers
     assert not hub._hubs
     assert not listener._listeners

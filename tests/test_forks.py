@@ -1,5 +1,7 @@
-"""What is open and on its way when a process forks stays the parent's alone, also over TLS, where any byte that a
-child wrote to an inherited connection, be it a farewell, would break it (the program is `tests.forking`)."""
+"""What is open and on its way when a process forks stays the parent's alone (the program is `tests.forking`).
+
+Over TLS, where any byte that a child wrote to an inherited connection, be it a farewell, would break it.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def test_forks_in_the_middle_of_everything_disturb_nothing(server, database, end
             text=True,
             timeout=120,
         )
-        assert (ended.returncode, ended.stderr) == (0, "")
+        assert ended.stderr == ""
+        assert ended.returncode == 0
         children = {f"child {number}" for number in range(CHILDREN)}
         assert sorted(values(own, followed)) == sorted({"parent", *children, "parent again"})
         stored = values(own, written)
