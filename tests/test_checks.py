@@ -12,7 +12,8 @@ from django_pgstreams import checks
 
 def found() -> list[tuple[str, str]]:
     """What the app's own checks say."""
-    return [(check.id, check.msg) for check in [*checks.check_settings(None), *checks.check_database(None)]]
+    checked = (checks.check_settings, checks.check_database, checks.check_listen_database)
+    return [(problem.id, problem.msg) for check in checked for problem in check(None)]
 
 
 class ToElsewhere:
@@ -45,7 +46,9 @@ def test_a_sound_project_passes(settings):
 
 
 def test_the_checks_are_among_those_that_always_run():
-    assert {checks.check_settings, checks.check_database} <= set(registry.get_checks())
+    assert {checks.check_settings, checks.check_database, checks.check_listen_database} <= set(
+        registry.get_checks()
+    )
 
 
 def test_the_checks_do_not_query():
@@ -81,3 +84,35 @@ def test_streams_on_another_database_than_postgres_are_an_error(settings, elsewh
     [(check_id, message)] = found()
     assert check_id == "pgstreams.E003"
     assert "'elsewhere', which is sqlite" in message
+
+
+@pytest.mark.parametrize("alias", ["", "default"])
+def test_listening_by_the_streams_own_alias_passes(settings, alias):
+    settings.PGSTREAMS = {"LISTEN_DATABASE": alias}
+    assert found() == []
+
+
+def test_listening_by_an_alias_that_there_is_not_is_an_error(settings):
+    settings.PGSTREAMS = {"LISTEN_DATABASE": "direkt"}
+    [(check_id, message)] = found()
+    assert check_id == "pgstreams.E004"
+    assert "'direkt', an alias that DATABASES does not have" in message
+
+
+def test_listening_by_an_alias_of_another_kind_of_database_is_an_error(settings, elsewhere):
+    settings.PGSTREAMS = {"LISTEN_DATABASE": elsewhere}
+    [(check_id, message)] = found()
+    assert check_id == "pgstreams.E004"
+    assert "'elsewhere', which is sqlite" in message
+
+
+@pytest.mark.parametrize(("name", "problems"), [(None, []), ("another", ["pgstreams.W001"])])
+def test_listening_to_what_seems_another_database_is_a_warning(settings, name, problems):
+    default = connections.settings["default"]
+    connections.settings["direct"] = {**default, "NAME": name or default["NAME"]}
+    settings.PGSTREAMS = {"LISTEN_DATABASE": "direct"}
+    try:
+        assert [check_id for check_id, _ in found()] == problems
+    finally:
+        del connections["direct"]
+        del connections.settings["direct"]

@@ -145,6 +145,7 @@ async def test_a_process_that_hears_again_polls_slowly_again(pgbouncer, impatien
         with writer("appends", stream, 0.05, DATABASE_URL=pgbouncer.url) as appending:
             appending.tell("go")
             await arrives(arrivals, 20)
+            appending.tell("stop")
         assert hub.get(pgbouncer.alias).polls <= polls + 1 < polls + (time.monotonic() - began) / 0.25
     assert len(errors(caplog)) == 1
 
