@@ -115,6 +115,17 @@ async def test_in_the_middle_of_a_replay_that_the_client_does_not_read(owner, st
 
 
 @endings
+async def test_while_it_waits_for_acknowledgements(owner, stream, settings, end):
+    settings.PGSTREAMS = {"PAGE_CHUNKS": 10, "MAX_FRAME_BYTES": 1, "MAX_UNACKED_BYTES": 1}
+    await append(stream, *range(100))
+    async with Visit("/ws/streams/a/b/", owner, acknowledges=False) as visit:
+        assert (await visit.frame())["type"] == "subscribed"
+        assert (await visit.frame())["data"] == [0]
+        assert await visit.communicator.receive_nothing()
+        await assert_nothing_left(visit, end)
+
+
+@endings
 async def test_while_live(owner, stream, end):
     async with Visit("/ws/streams/a/b/", owner) as visit:
         await visit.frames("live")
