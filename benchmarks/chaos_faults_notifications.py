@@ -2,68 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, LiteralString
 
 import psycopg
-from psycopg import sql
 
 from benchmarks.chaos_context import Fault, World
 from benchmarks.chaos_faults_seen import Observation, any_of, one_gone, reader_falls_behind
 
 
-class NotificationsFail(Fault):
-    """There is no `pg_notify`, as for an account that may not execute it: each flush fails."""
+class _NoNotifications(Fault):
+    """There is no `pg_notify`; `instead` may make another one in its place."""
+
+    hold_seconds = 2.0
+    instead: ClassVar[LiteralString] = ""
+
+    def inject(self, world: World) -> None:
+        with world.admin() as admin, admin.transaction():
+            admin.execute("SET LOCAL allow_system_table_mods = on")
+            admin.execute("ALTER FUNCTION pg_catalog.pg_notify(text, text) RENAME TO chaos_notify")
+            admin.execute(self.instead)
+
+    def heal(self, world: World) -> None:
+        with world.admin() as admin, admin.transaction():
+            [(is_there,)] = admin.execute("SELECT to_regproc('chaos_notify') IS NOT NULL").fetchall()
+            if is_there:
+                admin.execute("SET LOCAL allow_system_table_mods = on")
+                admin.execute("DROP FUNCTION IF EXISTS pg_catalog.pg_notify(text, text)")
+                admin.execute("ALTER FUNCTION pg_catalog.chaos_notify(text, text) RENAME TO pg_notify")
+
+
+class NotificationsFail(_NoNotifications):
+    """As for an account that may not execute `pg_notify`: each flush fails."""
 
     kind = "notifications fail"
-    hold_seconds = 2.0
 
     def inject(self, world: World) -> None:
         self._seen = one_gone(world, world.sessions("pgstreams-notifier"))
-        self._rename(world, "pg_notify", "pg_notify_elsewhere")
-
-    def _rename(self, world: World, old: str, new: str) -> None:
-        rename = sql.SQL("ALTER FUNCTION pg_catalog.{}(text, text) RENAME TO {}")
-        with world.admin() as admin:
-            admin.execute("SET allow_system_table_mods = on")
-            admin.execute(rename.format(sql.Identifier(old), sql.Identifier(new)))
+        super().inject(world)
 
     def observed(self, world: World) -> bool:
         # A notifier gives its connection up when its flush has failed.
         return self._seen()
 
-    def heal(self, world: World) -> None:
-        self._rename(world, "pg_notify_elsewhere", "pg_notify")
 
-
-class NotificationsLost(Fault):
+class NotificationsLost(_NoNotifications):
     """`pg_notify` does nothing, as behind a pooler that keeps no session: the poll finds the chunks."""
 
     kind = "notifications lost"
-    hold_seconds = 2.0
-    _definition: str | None = None
+    instead = "CREATE FUNCTION pg_catalog.pg_notify(text, text) RETURNS void LANGUAGE sql AS ''"
 
     def inject(self, world: World) -> None:
-        with world.admin() as admin:
-            [(self._definition,)] = admin.execute(
-                "SELECT pg_get_functiondef('pg_catalog.pg_notify(text, text)'::regprocedure)"
-            ).fetchall()
-            self._replace(
-                admin,
-                "CREATE OR REPLACE FUNCTION pg_catalog.pg_notify(text, text) RETURNS void LANGUAGE sql AS ''",
-            )
+        super().inject(world)
         self._seen = any_of([reader_falls_behind(world, reader) for reader in world.readers])
-
-    def _replace(self, admin: psycopg.Connection[Any], definition: str) -> None:
-        admin.execute("SET allow_system_table_mods = on")
-        admin.execute(sql.SQL(definition))  # type: ignore[arg-type]
 
     def observed(self, world: World) -> bool:
         return self._seen()
-
-    def heal(self, world: World) -> None:
-        if self._definition is not None:
-            with world.admin() as admin:
-                self._replace(admin, self._definition)
 
 
 class QueueFull(Fault):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from typing import ClassVar
 
 from benchmarks.chaos_context import Fault, World
@@ -122,17 +123,17 @@ class SessionFrozen(Fault):
         WHERE application_name = 'pgstreams-writer' AND state = 'active' AND wait_event IS NULL
           AND datname = current_database()
     """
-    _LOOKS = 500
+    _LOOK_SECONDS = 3.0
 
     def inject(self, world: World) -> None:
         self._frozen: int | None = None
         self._before = world.sessions("pgstreams-writer").keys()
         with world.admin() as admin:
-            for _ in range(self._LOOKS):
+            deadline = time.monotonic() + self._LOOK_SECONDS
+            while self._frozen is None and time.monotonic() < deadline:
                 if active := admin.execute(self._ACTIVE).fetchall():
                     [self._frozen] = world.random.choice(active)
                     os.kill(self._frozen, signal.SIGSTOP)
-                    break
         world.proxy.reset()
         self._seen = nothing_acknowledged(world)
 
