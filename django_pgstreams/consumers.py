@@ -232,7 +232,7 @@ class StreamConsumer(Socket):
         except Exception:
             logger.exception("Access to stream %r could not be checked; it is refused", key)
         # An override may have used Django's async queries, which keep their connection, even a broken one.
-        await turns.run(close_old_connections)
+        await turns.give_back()
         if is_away:
             raise _Unavailable
         return stream if allowed is True else None

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from asgiref.sync import AsyncToSync, SyncToAsync
-from channels.db import database_sync_to_async
+from channels.db import aclose_old_connections, database_sync_to_async
 from django.db import connections
 
 T = TypeVar("T")
@@ -47,16 +47,22 @@ class _Turns:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         self._waiting.append(_Call(function, contextvars.copy_context(), answer))
+        self.start()
+        return answer
+
+    def start(self) -> None:
+        """Have a turn end after now."""
         if self._task is None:
+            loop = asyncio.get_running_loop()
             # In a context of its own: the thread is everybody's, not that of whoever came first.
             self._task = loop.create_task(
                 self._serve(loop), name="pgstreams-turns", context=contextvars.Context()
             )
-        return answer
 
     async def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take turns until nobody waits."""
+        """Take a turn, and others as long as somebody waits."""
         try:
+            await database_sync_to_async(self._take_turn)(loop)
             while self._waiting:
                 await database_sync_to_async(self._take_turn)(loop)
         except Exception as error:  # noqa: BLE001 - those who wait have it
@@ -116,8 +122,22 @@ async def run(function: Callable[..., T], *args: Any) -> T:
     """What a sync function returns, called in the thread for database work, in a turn shared with others."""
     if _is_bound():
         return await database_sync_to_async(function)(*args)
-    turns = _turns.setdefault(asyncio.get_running_loop(), _Turns())
-    return await turns.add(partial(function, *args))
+    return await _of_loop().add(partial(function, *args))
+
+
+async def give_back() -> None:
+    """Have the connections closed that async queries of Django's, made in this task, have kept.
+
+    Each turn does it at its end, so nobody waits for that.
+    """
+    if _is_bound():
+        await aclose_old_connections()
+    else:
+        _of_loop().start()
+
+
+def _of_loop() -> _Turns:
+    return _turns.setdefault(asyncio.get_running_loop(), _Turns())
 
 
 def _is_bound() -> bool:

@@ -24,7 +24,7 @@ FLOORS = [
         *["arrays", "background", "buffer", "conf", "exceptions", "flow", "pages", "pending", "signals"],
         *["sockets", "sql", "turns"],
     },
-    {"codec", "database", "keys", "piping", "polling", "store", "watch", "window"},
+    {"auth", "codec", "database", "keys", "piping", "polling", "store", "watch", "window"},
     {"managers", "settling", "wire"},
     {"answers", "models", "notifier", "relay"},
     {"follower", "listener", "lookups", "permissions", "previews"},
@@ -39,6 +39,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 each_module = pytest.mark.parametrize("module", MODULES)
 
 PUBLIC = {
+    "auth": {"AuthMiddlewareStack"},
     "consumers": {"StreamConsumer"},
     "exceptions": {
         *["PGStreamsError", "StreamClosed", "StreamMissing", "StreamBusy", "OffsetConflict", "InvalidKey"],
