@@ -73,6 +73,7 @@ class Listener:
         self._awaited_probe = ""
         self._not_listening_since = math.inf  # monotonic; infinite while it listens or nobody wants it to
         self.listening: State = "no"
+        self.is_proved = False
         self.connected_since: datetime.datetime | None = None
         self.last_wake_up: datetime.datetime | None = None
         self.connects = 0
@@ -169,16 +170,16 @@ class Listener:
             listen = SQL("LISTEN {}").format(Identifier(self._channel))
             await database.within(_CONNECT_TIMEOUT_SECONDS, connection, connection.execute(listen))
             self._begin()
-            proved = False
             while True:
-                if not proved:
-                    proved = await self._prove(connection)
+                if not self.is_proved:
+                    self.is_proved = await self._prove(connection)
                 # Of each period, half to hear, a quarter for the answer, and the rest to give up without one.
                 await self._hear(connection, self._health_check_seconds / 2)
                 await database.within(
                     self._health_check_seconds / 4, connection, connection.execute("SELECT 1")
                 )
         finally:
+            self.is_proved = False
             await connection.close()
 
     def _begin(self) -> None:
@@ -286,11 +287,13 @@ def alias_of(using: str) -> str:
 
 def known(using: str) -> Listener | None:
     """The process's listener for a database alias, if there is one yet."""
+    background.check_process()
     return _listeners.get(using)
 
 
 def get(using: str) -> Listener:
     """The process's listener for a database alias."""
+    background.check_process()
     with _lock:
         if using not in _listeners:
             settings = conf.get()
@@ -306,6 +309,7 @@ def get(using: str) -> Listener:
 
 def close_all(timeout_seconds: float = 5.0) -> None:
     """Disconnect every listener of the process. One that somebody is attached to connects again later."""
+    background.check_process()
     with _lock:
         closing = list(_listeners.items())
         for using, listener in closing:

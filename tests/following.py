@@ -21,7 +21,7 @@ from channels.db import database_sync_to_async
 from django.db import connection, connections
 from psycopg.conninfo import make_conninfo
 
-from django_pgstreams import hub, listener, receivers
+from django_pgstreams import hub, listener, receivers, wire
 from django_pgstreams.models import Stream
 from tests.concurrency import DEADLINE_SECONDS
 from tests.postgres_proxy import PostgresProxy, through
@@ -146,8 +146,8 @@ class Ear:
     def hear(self, seconds: float = 0.0) -> list[str]:
         """Every payload so far, and of the next `seconds`."""
         notes = self._connection.notifies(timeout=seconds)
-        # Of no stream are what listeners prove themselves by.
-        self.payloads += [note.payload for note in notes if not note.payload.startswith("0:")]
+        # What listeners prove themselves by is about no stream.
+        self.payloads += [note.payload for note in notes if not wire.is_probe(note.payload)]
         return self.payloads
 
     def words(self) -> list[str]:

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from django.db import connections
 
 from django_pgstreams import background, listener
 from django_pgstreams.buffer import Batch, WakeUp
@@ -234,6 +235,123 @@ def test_closing_does_not_wait_for_a_dead_connection(make, proxy):
     began = time.monotonic()
     background.submit(listening.close()).result(20)
     assert time.monotonic() - began < 15
+
+
+# Whether it hears ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def another_database():
+    """An alias that leads to another database of the server."""
+    connections.settings["another"] = {**connections.settings["default"], "NAME": "postgres"}
+    yield "another"
+    connections["another"].close()
+    del connections["another"]
+    del connections.settings["another"]
+
+
+def test_each_connection_is_proved_by_another_one_which_is_closed_again(make, caplog):
+    caplog.set_level(logging.INFO, logger="django_pgstreams.listener")
+    with connect() as own:
+        own.execute("LISTEN pgstreams")
+        listening = make()
+        heard = Heard()
+        listening.attach(heard)
+        [probe] = own.notifies(timeout=60, stop_after=1)
+    [listener_pid] = sessions("listener")
+    assert probe.pid != listener_pid
+    wait_until(lambda: not sessions("probe"), "the other connection is closed")
+    notify("1:1")
+    wait_until(lambda: heard.wake_ups, "it is woken")
+    assert heard.batches == [Batch((), everything=True), Batch((WakeUp(1, 1),), everything=False)]
+    assert listening.wake_ups == 1
+    assert [record.getMessage() for record in caplog.records] == ["Listening on 'default'"]
+
+
+def test_one_that_hears_nothing_says_so_once_and_tries_again_with_longer_waits(
+    make, another_database, caplog, monkeypatch
+):
+    monkeypatch.setattr(listener, "_PROBE_SECONDS", 0.2)
+    listening = make(by=another_database)
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: listening.listening == "deaf", "it notices")
+    assert not listening.hears
+    wait_until(lambda: listening.connects >= 4, "it tries again")
+    assert listening._failures >= 3
+    assert heard.everythings >= 4
+    [message] = [record.getMessage() for record in caplog.records]
+    assert """PGSTREAMS["LISTEN_DATABASE"], 'another',""" in message
+    assert "'default'" in message
+
+
+def test_one_that_was_deaf_and_hears_again_says_so(make, another_database, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="django_pgstreams.listener")
+    monkeypatch.setattr(listener, "_PROBE_SECONDS", 0.2)
+    listening = make(by=another_database)
+    listening.attach(Heard())
+    wait_until(lambda: listening.listening == "deaf", "it notices")
+    connections[another_database].settings_dict["NAME"] = connections["default"].settings_dict["NAME"]
+    listening._by = "default"
+    wait_until(lambda: listening.listening == "yes", "it hears")
+    assert listening.hears
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR", "INFO"]
+
+
+def test_one_whose_probe_cannot_be_sent_listens_on_and_is_proved_later(make, proxy, caplog):
+    caplog.set_level(logging.INFO, logger="django_pgstreams.listener")
+    proxy.go_down()
+    listening = make(proxy.alias, by="default", health_check_seconds=0.4)
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: "Not known yet" in caplog.text, "the probe fails")
+    notify("1:1")
+    wait_until(lambda: heard.wake_ups, "it is woken")
+    assert (listening.listening, listening.connects) == ("yes", 1)
+    tried = proxy.accepted
+    wait_until(lambda: proxy.accepted > tried, "it is tried again")
+    proxy.come_up()
+    wait_until(lambda: listening.is_proved, "it is proved")
+    assert listening.connects == 1
+
+
+def test_wake_ups_are_passed_on_while_a_connection_is_proved(make, proxy):
+    proxy.hold()
+    listening = make(proxy.alias, by="default")
+    heard = Heard()
+    listening.attach(heard)
+    wait_until(lambda: proxy.accepted, "the probe is under way")
+    notify("1:1")
+    wait_until(lambda: heard.wake_ups, "it is woken")
+    assert not listening.is_proved
+    proxy.come_up()
+    wait_until(lambda: listening.is_proved, "it is proved")
+
+
+def test_a_short_interruption_is_none_and_a_long_one_is(make, proxy, monkeypatch):
+    monkeypatch.setattr(listener, "_PATIENCE_SECONDS", 1.0)
+    listening = make(proxy.alias)
+    assert listening.hears  # nobody wants it to
+    listening.attach(Heard())
+    wait_until(lambda: listening.is_proved, "it listens")
+    proxy.go_down()
+    down_at = time.monotonic()
+    wait_until(lambda: listening.listening == "no", "it notices")
+    wait_until(lambda: not listening.hears, "too long")
+    assert time.monotonic() - down_at >= 1
+    proxy.come_up()
+    wait_until(lambda: listening.hears, "it listens again")
+
+
+def test_the_alias_for_listening_stands_for_the_one_that_streams_are_written_to(settings):
+    settings.PGSTREAMS = {"LISTEN_DATABASE": "direct"}
+    assert listener.alias_of("default") == "direct"
+    assert listener.alias_of("replica") == "replica"
+    settings.PGSTREAMS = {}
+    assert listener.alias_of("default") == "default"
+
+
+# The channel ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channel", ['Stream"s', "ströme", "x" * 63])

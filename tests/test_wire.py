@@ -70,6 +70,17 @@ def test_a_payload_that_is_no_wake_up_stands_for_everything(payload):
     assert wire.unpack(payload) == Batch((), everything=True)
 
 
+def test_a_probe_wakes_nobody_also_not_in_processes_that_know_of_none():
+    payload = wire.probe()
+    assert wire.is_probe(payload)
+    assert payload != wire.probe()
+    [wake_up], everything = wire.unpack(payload)
+    assert (wake_up.stream_id, everything) == (0, False)
+    assert not any(
+        wire.is_probe(other) for other in ["*", "17:0", "10:3", "", *wire.pack(Batch((WakeUp(1, 2),), True))]
+    )
+
+
 def test_a_foreign_word_spoils_no_wake_up_beside_it():
     assert wire.unpack("1:2 nonsense 3:4!") == Batch(
         (WakeUp(1, 2), WakeUp(3, 4, changed=True)), everything=True
