@@ -28,7 +28,7 @@ from benchmarks.chaos_defects import DEFECTS, VARIABLE
 from benchmarks.chaos_disk import disk
 from benchmarks.chaos_faults import FAULTS
 from benchmarks.chaos_run import IDLE_SECONDS, Cast, Ended, pairs, wait_until
-from benchmarks.chaos_schedule import Occurrence, run_faults, shuffled
+from benchmarks.chaos_schedule import RECOVERY_PATIENCE_SECONDS, Occurrence, run_faults, shuffled
 from benchmarks.shared.cluster import cluster
 from benchmarks.shared.postgres import migrate, new_database
 from benchmarks.shared.results import Bar, Result
@@ -97,13 +97,15 @@ def play(run: Run, cast: Cast, world: Any) -> tuple[list[Occurrence], Ended]:
     """Warm up, fail over and over, come to rest, and check."""
     warm_up_seconds = min(run.seconds * _WARM_UP_SHARE, _MOST_WARM_UP_SECONDS)
     with run.progress("all is well", warm_up_seconds):
-        cast.watch.recovery(time.monotonic(), [writer.name for writer in cast.writers], 60)
+        writers = [writer.name for writer in cast.writers]
+        start = cast.watch.recovery(time.monotonic(), writers, RECOVERY_PATIENCE_SECONDS)
         time.sleep(warm_up_seconds)
     memory, connections = cast.memory(), cast.connections()
     occurrences = []
+    # What does not even begin well is not made to fail.
+    until = time.monotonic() + (run.seconds if start.is_well else 0)
     with run.progress("faults", run.seconds):
-        kinds = shuffled(FAULTS, world.random)
-        for occurrence in run_faults(kinds, world, cast.watch, time.monotonic() + run.seconds, cast.check):
+        for occurrence in run_faults(shuffled(FAULTS, world.random), world, cast.watch, until, cast.check):
             print(told(occurrence), file=sys.stderr, flush=True)
             occurrences.append(occurrence)
     with run.progress("coming to rest", IDLE_SECONDS):

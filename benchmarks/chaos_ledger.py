@@ -174,7 +174,7 @@ class Epochs:
     def __init__(self, path: Path) -> None:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         self._known: dict[int, str] = dict(map(json.loads, lines))
-        self._file = path.open("a", buffering=1)
+        self._path = path
 
     def get(self, stream: int) -> str | None:
         """The epoch of a stream, if it was ever told."""
@@ -184,4 +184,5 @@ class Epochs:
         """Keep the epoch of a stream; the first one counts."""
         if stream not in self._known:
             self._known[stream] = epoch
-            self._file.write(json.dumps([stream, epoch]) + "\n")
+            with self._path.open("a") as file:
+                file.write(json.dumps([stream, epoch]) + "\n")

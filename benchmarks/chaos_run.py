@@ -40,7 +40,8 @@ READERS = {
 }
 """Each reader's program, and its part of the streams."""
 PATIENCE_SECONDS = 60.0
-IDLE_SECONDS = 10.0
+READERS_PATIENCE_SECONDS = 15.0
+IDLE_SECONDS = 5.0
 """The setting: connections that nobody uses are closed after this time."""
 _LOOK_SECONDS = 0.1
 
@@ -172,7 +173,7 @@ class Cast:
         for writer in self.writers:
             if writer.wait(PATIENCE_SECONDS) != 0:
                 raise BenchmarkError(f"{writer.name} does not end: {writer.exit_code}\n{writer.errors}")
-        wait_until(lambda: not self.watch.lag(), PATIENCE_SECONDS)
+        wait_until(lambda: not self.watch.lag(), READERS_PATIENCE_SECONDS)
 
     def end_streams(self) -> None:
         """The keeper ends all streams; readers see it and end too, or are killed after a while."""
@@ -180,7 +181,7 @@ class Cast:
         if self.keeper.wait(PATIENCE_SECONDS) != 0:
             raise BenchmarkError(f"The keeper does not end: {self.keeper.exit_code}\n{self.keeper.errors}")
         Streams(self.directory).finish()
-        deadline = time.monotonic() + PATIENCE_SECONDS / 2
+        deadline = time.monotonic() + READERS_PATIENCE_SECONDS
         for reader in self.readers:
             reader.wait(max(0.0, deadline - time.monotonic()))
             reader.leave()

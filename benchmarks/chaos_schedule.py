@@ -13,7 +13,7 @@ from benchmarks.chaos_context import Fault, World
 from benchmarks.chaos_watch import Watch
 
 _LOOK_SECONDS = 0.02
-RECOVERY_PATIENCE_SECONDS = 30.0
+RECOVERY_PATIENCE_SECONDS = 20.0
 _PAUSE_SECONDS = (0.2, 1.0)
 """All is well for so long between two faults."""
 
@@ -70,7 +70,15 @@ def _run_fault(fault: Fault, world: World, watch: Watch, began: float) -> Occurr
     # The keeper appends too seldom to tell.
     writers = [writer.name for writer in world.writers if writer.kind != "keeper"]
     recovery = watch.recovery(healed, writers, RECOVERY_PATIENCE_SECONDS)
-    return Occurrence(fault.kind, observed, *recovery, watch.errors() - errors, at - began, healed - at)
+    return Occurrence(
+        fault.kind,
+        observed,
+        recovery.seconds,
+        recovery.last,
+        watch.errors() - errors,
+        at - began,
+        healed - at,
+    )
 
 
 def _wait_for_effect(fault: Fault, world: World) -> bool:

@@ -15,7 +15,7 @@ PGSTREAMS = {
     "PERMISSION": "benchmarks.chaos_settings.anybody",
     "HEALTH_CHECK_SECONDS": 3.0,
     "QUERY_TIMEOUT_SECONDS": 5.0,
-    "IDLE_SECONDS": 10.0,
+    "IDLE_SECONDS": 5.0,
     # Small, so that they are full at once, and slow readers fall out of them.
     "WINDOW_BYTES": 32_768,
 }

@@ -83,6 +83,7 @@ class Recovery(NamedTuple):
 
     seconds: float
     last: str
+    is_well: bool
 
 
 class Watch:
@@ -162,4 +163,5 @@ class Watch:
             if waiting:
                 time.sleep(_LOOK_SECONDS / 2)
         last = max(late, key=lambda name: late[name])
-        return Recovery(patience_seconds if waiting else time.monotonic() - since, last)
+        seconds = patience_seconds if waiting else time.monotonic() - since
+        return Recovery(seconds, last, is_well=not waiting)
