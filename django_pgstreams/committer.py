@@ -350,6 +350,7 @@ _this_thread = threading.local()
 def get(using: str) -> Committer:
     """The process's committer for a database alias."""
     global _at_exit
+    background.check_process()
     committer = _committers.get(using)
     if committer is not None:
         return committer
@@ -396,6 +397,7 @@ def is_full(using: str) -> bool:
 
 def close_all(timeout_seconds: float = _CLOSE_SECONDS) -> None:
     """Store what waits and disconnect, in every committer of the process; the next append starts anew."""
+    background.check_process()
     with _lock:
         closing = list(_committers.values())
         _committers.clear()

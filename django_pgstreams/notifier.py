@@ -218,6 +218,7 @@ _at_exit = False
 def get(using: str) -> Notifier:
     """The process's notifier for a database alias."""
     global _at_exit
+    background.check_process()
     with _lock:
         if using not in _notifiers:
             settings = conf.get()
@@ -255,6 +256,7 @@ def announce(using: str, wake_ups: Iterable[WakeUp]) -> None:
 
 def close_all(timeout_seconds: float = _JOIN_SECONDS) -> None:
     """Flush and disconnect every notifier of the process; the next announcement starts anew."""
+    background.check_process()
     with _lock:
         closing = list(_notifiers.values())
         _notifiers.clear()

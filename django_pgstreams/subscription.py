@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeAlias
 
@@ -77,9 +78,11 @@ class Subscription:
         if _in_event_loop():
             raise SynchronousOnlyOperation("A plain loop would block this event loop: use `async for`.")
         stream, follower = background.submit(self._begin(self._resolve_apart())).result()
+        process = os.getpid()
         pending = None
         try:
             while True:
+                _check_process(process)
                 pending = background.submit(follower.next())
                 chunks = self._take(stream, pending.result())
                 if chunks is None:
@@ -87,9 +90,10 @@ class Subscription:
                 if chunks:
                     yield chunks
         finally:
-            if pending is not None:
-                pending.cancel()
-            background.loop().call_soon_threadsafe(follower.close)
+            if os.getpid() == process:
+                if pending is not None:
+                    pending.cancel()
+                background.loop().call_soon_threadsafe(follower.close)
 
     async def _abatches(self) -> AsyncGenerator[list[Chunk], None]:
         stream, follower = await self._begin(turns.run(self._resolve))
@@ -190,6 +194,15 @@ class Batches:
                 self._subscription.position = batch[-1].offset + 1
                 yield batch
                 del batch
+
+
+def _check_process(process: int) -> None:
+    """Raise `RuntimeError` in a child of the process that iterates: what reads for it is not there."""
+    if os.getpid() != process:
+        raise RuntimeError(
+            "This iteration began before the process forked, and goes on in its parent only. "
+            "Iterate again: the subscription goes on from its position."
+        )
 
 
 def _in_event_loop() -> bool:
