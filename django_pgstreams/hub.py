@@ -407,6 +407,7 @@ def close_all(timeout_seconds: float = 5.0) -> None:
 
 
 def _all() -> list[Hub]:
+    background.check_process()
     with _lock:
         return list(_hubs.values())
 
