@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-pytest_plugins = ["tests.fixtures", "tests.following", "tests.private_postgres"]
+pytest_plugins = ["tests.debian_postgres", "tests.fixtures", "tests.following", "tests.private_postgres"]
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

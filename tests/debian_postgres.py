@@ -106,9 +106,9 @@ def migrate(url: str) -> None:
     subprocess.run(command, cwd=_PROJECT_ROOT, env=environment, check=True, stdin=subprocess.DEVNULL)
 
 
-@contextlib.contextmanager
+@pytest.fixture(scope="session")
 def debian_postgres() -> Iterator[DebianPostgres]:
-    """Debian's Postgres, started for the block."""
+    """Debian's Postgres."""
     if not (_BINARIES / "postgres").is_file():
         pytest.skip("Debian's package postgresql-15 is not installed")
     base = Cluster.of_this_checkout().base

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from tests.debian_postgres import debian_postgres, migrate
+from tests.debian_postgres import migrate
 from tests.following import PROJECT_ROOT, environment
 from tests.forking import APPENDS, CHILDREN, MARKS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.debian_postgres import DebianPostgres
 
 pytestmark = [
@@ -32,15 +30,9 @@ _BROKEN = re.compile(r"SSL error.*|invalid.*")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[DebianPostgres]:
-    with debian_postgres() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def database(server: DebianPostgres) -> str:
-    name = server.new_database()
-    migrate(server.url(name))
+def database(debian_postgres: DebianPostgres) -> str:
+    name = debian_postgres.new_database()
+    migrate(debian_postgres.url(name))
     return name
 
 
@@ -65,15 +57,15 @@ def values(own: psycopg.Connection[Any], stream_id: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("ending", ["at once", "sys.exit", "multiprocessing"])
-def test_forks_in_the_middle_of_everything_disturb_nothing(server, database, ending):
+def test_forks_in_the_middle_of_everything_disturb_nothing(debian_postgres, database, ending):
     """The children end without a word, by the interpreter's whole shutdown, or by multiprocessing's."""
-    with server.connect(database) as own:
+    with debian_postgres.connect(database) as own:
         own.execute("LISTEN pgstreams")
         followed, written = (make_stream(own, f"{ending}/{name}") for name in ("followed", "written"))
-        before = len(server.log)
+        before = len(debian_postgres.log)
         ended = subprocess.run(
             [sys.executable, "-W", "error", "-m", "tests.forking", str(followed), str(written), ending],
-            env=environment(DATABASE_URL=server.url(database)),
+            env=environment(DATABASE_URL=debian_postgres.url(database)),
             cwd=PROJECT_ROOT,
             capture_output=True,
             text=True,
@@ -90,4 +82,4 @@ def test_forks_in_the_middle_of_everything_disturb_nothing(server, database, end
         marks = [word for word in words if int(word.split(":")[0]) >= MARKS]
         # What waited in the parent's buffer at a fork is announced by the parent, and by nobody else.
         assert sorted(marks) == [f"{MARKS + number}:1" for number in range(CHILDREN)]
-    assert _BROKEN.findall(server.log[before:]) == []
+    assert _BROKEN.findall(debian_postgres.log[before:]) == []

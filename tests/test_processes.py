@@ -259,6 +259,79 @@ assert [child.exitcode for child in children] == [0] * 4
     assert {f"{stream.pk}:{tail}" for tail in range(1, 6)} >= set(ear.words()) >= {f"{stream.pk}:5"}
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform does not fork")
+def test_an_iteration_that_a_fork_parts_goes_on_in_the_parent_and_says_so_in_the_child(stream):
+    ended = python(
+        APPEND_AND
+        + """
+import os, warnings
+warnings.filterwarnings("ignore", category=DeprecationWarning)
+from django_pgstreams.hub import subscribe
+stream.append("more")
+connections.close_all()
+subscription = subscribe(stream)
+seen = iter(subscription.batches())
+assert [chunk.data for chunk in next(seen)] == ["last words", "more"]
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    stream.append("by the parent", close=True)
+    assert [chunk.data for batch in seen for chunk in batch] == ["by the child", "by the parent"]
+else:
+    try:
+        next(seen)
+    except RuntimeError as error:
+        assert "Iterate again" in str(error)
+        assert subscription.position == 2
+        assert not threading.active_count() > 1
+        Stream.objects.get(pk=sys.argv[1]).append("by the child")
+        assert [chunk.data for chunk in next(iter(subscription.batches()))] == ["by the child"]
+        connections.close_all()
+        sys.exit(0)
+    sys.exit(1)
+""",
+        str(stream.pk),
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform does not fork")
+def test_a_child_of_a_fork_that_python_is_not_told_of_starts_empty_too(stream, ear):
+    """As uWSGI forks: by the C library alone."""
+    ended = python(
+        APPEND_AND
+        + """
+import ctypes, os
+from django_pgstreams import background, committer, hub, listener, notifier
+from django_pgstreams.hub import subscribe
+from django_pgstreams.writer import StreamWriter
+writer = StreamWriter(stream)
+writer.append("written")
+seen = iter(subscribe(stream))
+assert [next(seen).data, next(seen).data] == ["last words", "written"]
+assert background.is_running()
+connections.close_all()
+child = ctypes.PyDLL(None).fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    assert [next(seen).data, next(seen).data] == ["child", "child too"]
+else:
+    committer.close_all()
+    assert not background.is_running()
+    assert not committer._committers and not notifier._notifiers and not hub._hubs and not listener._listeners
+    mine = Stream.objects.get(pk=sys.argv[1])
+    mine.append("child")
+    assert writer.append("child too") == 3
+    assert next(iter(subscribe(mine, 3))).data == "child too"
+    connections.close_all()
+    notifier.close_all()
+    os._exit(0)
+""",
+        str(stream.pk),
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert {f"{stream.pk}:3", f"{stream.pk}:4"} & set(ear.words())
+
+
 # Memory --------------------------------------------------------------------------------------------
 
 SLOW_READER = """
