@@ -31,6 +31,7 @@ TURN_SECONDS = 2.0
 """One ends, and another begins, so often."""
 SHARES = {"threads": 0.3, "tasks": 0.36, "many": 0.25, "orm": 0.05, "sql": 0.04}
 """Who writes how much of all chunks."""
+SERVERS = ("daphne", "uvicorn")
 READERS = {
     "blocking": ("benchmarks.chaos_readers", 0, 2),
     "async-0": ("benchmarks.chaos_readers", 0, 2),
@@ -74,7 +75,7 @@ class Cast:
         self._dbname = str(conninfo_to_dict(database)["dbname"])
         around = Surroundings(database, directory, seed, env)
         self.relay = around.relay()
-        served = [around.server(kind) for kind in ("daphne", "uvicorn")]
+        served = [around.server(kind) for kind in SERVERS]
         self.servers = [server for server, _ in served]
         urls = {f"{server.name}-socket": url for server, url in served}
         self.keeper = around.program(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import chaos
+from benchmarks import chaos, chaos_run
 from benchmarks.__main__ import main
 from benchmarks.chaos_check import DUPLICATE, GAP, LOST, STORED_FIELDS, WRONG, Reading, Tables, check
 from benchmarks.chaos_ledger import (
@@ -327,7 +327,7 @@ def test_the_plot_has_each_fault_and_each_recovery():
 
 @pytest.mark.once
 def test_a_short_run_keeps_every_promise(tmp_path, capfd):
-    code = main(["chaos", "--seconds=10", "--seed=1", f"--results={tmp_path}"])
+    code = main(["chaos", "--seconds=8", "--seed=1", f"--results={tmp_path}"])
     printed = capfd.readouterr()
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert code == 0, printed
@@ -339,8 +339,13 @@ def test_a_short_run_keeps_every_promise(tmp_path, capfd):
 
 
 @pytest.mark.once
-def test_a_product_with_a_defect_fails(tmp_path, capfd):
-    code = main(["chaos", "--seconds=1", "--seed=1", "--defect=offset-skipped", f"--results={tmp_path}"])
+def test_a_product_with_a_defect_fails(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(chaos_run, "SHARES", {"tasks": 0.2})
+    monkeypatch.setattr(chaos_run, "READERS", {"async": ("benchmarks.chaos_readers", 0, 1)})
+    monkeypatch.setattr(chaos_run, "SERVERS", ())
+    monkeypatch.setattr(chaos_run, "READERS_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(chaos, "RECOVERY_PATIENCE_SECONDS", 1.0)
+    code = main(["chaos", "--seconds=0.5", "--seed=1", "--defect=offset-skipped", f"--results={tmp_path}"])
     printed = capfd.readouterr()
     assert code == 1, printed
     assert "gap: stream 'chaos/" in printed.err
