@@ -60,6 +60,7 @@ class Program:
             stdout=self._printed,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
+            start_new_session=True,
             **options,
         )
 
@@ -85,9 +86,10 @@ class Program:
         return self.wait()
 
     def close(self) -> None:
-        """Make sure that it is gone, however the test went."""
-        if self.running:
-            self.stop()
+        """Make sure that it is gone, with its children, however the test went."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self.wait()
         self._process.stdin.close()
         self._printed.close()
 
@@ -131,9 +133,10 @@ class FreshProject:
         return done.returncode, done.stdout
 
     @contextlib.contextmanager
-    def started(self, *command: str) -> Iterator[Program]:
-        """Run `python …` in the project for as long as the block lasts."""
-        with contextlib.closing(Program(list(command), **self._options)) as program:
+    def started(self, *command: str, **variables: str) -> Iterator[Program]:
+        """Run `python …` in the project for as long as the block lasts, with more in its environment."""
+        options = self._options | {"env": self._options["env"] | variables}
+        with contextlib.closing(Program(list(command), **options)) as program:
             yield program
 
     @contextlib.contextmanager

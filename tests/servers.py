@@ -87,9 +87,32 @@ class Role:
             cursor.cursor.execute(sql.SQL(statement).format(sql.Identifier(self.name), *parts))
 
 
+_SERVED = "tests.served:application"
+_GUNICORN = ["-m", "gunicorn", "--preload", "--workers", "4", "--bind", "127.0.0.1:0", "--worker-class"]
+_GUNICORN_LISTENS = r"Listening at: http://127\.0\.0\.1:(\d+)"
+_UWSGI = ["-c", "import pyuwsgi; pyuwsgi.run()", "--master", "--no-orphans", "--die-on-term", "--lazy-apps"]
+_UWSGI_CHILDREN = ["--processes", "4", "--threads", "4"]
+_PATIENT = ["--websocket_connect_timeout", "60"]
 COMMANDS = {
-    "daphne": (["daphne", "-b", "127.0.0.1", "-p", "0"], r"Listening on TCP address 127\.0\.0\.1:(\d+)"),
-    "uvicorn": (["uvicorn", "--port", "0"], r"running on http://127\.0\.0\.1:(\d+)"),
+    "daphne": (
+        # With room for a crowd that comes at once, and time for its handshakes.
+        [*["-m", "daphne", "-e", "tcp:port=0:interface=127.0.0.1:backlog=2048"], *_PATIENT, _SERVED],
+        r"Listening on TCP address 127\.0\.0\.1:(\d+)",
+    ),
+    "uvicorn": (["-m", "uvicorn", "--port", "0", _SERVED], r"running on http://127\.0\.0\.1:(\d+)"),
+    "gunicorn sync": ([*_GUNICORN, "sync", "tests.preloaded:wsgi"], _GUNICORN_LISTENS),
+    "gunicorn gthread": (
+        [*_GUNICORN, "gthread", "--threads", "4", "tests.preloaded:wsgi"],
+        _GUNICORN_LISTENS,
+    ),
+    "gunicorn uvicorn": (
+        [*_GUNICORN, "uvicorn_worker.UvicornWorker", "tests.preloaded:asgi"],
+        _GUNICORN_LISTENS,
+    ),
+    "uwsgi": (
+        [*_UWSGI, *_UWSGI_CHILDREN, "--http-socket", "127.0.0.1:0", "--module", "tests.preloaded:wsgi"],
+        r"bound to TCP address 127\.0\.0\.1:(\d+)",
+    ),
 }
 
 
@@ -101,7 +124,7 @@ class ServerProcess:
         self.role = role
         self._lines: list[str] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *arguments, "tests.served:application"],
+            [sys.executable, *arguments],
             cwd=PROJECT_ROOT,
             env=os.environ
             | {
@@ -167,10 +190,10 @@ class ServerProcess:
         return code
 
     def close(self) -> None:
-        """Make sure that it is gone, however the test went."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        """Make sure that it is gone, with its children, however the test went."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(DEADLINE_SECONDS)
         self._reader.join(DEADLINE_SECONDS)
         self._process.stdout.close()
 
