@@ -42,6 +42,8 @@ READERS = {
 """Each reader's program, and its part of the streams."""
 PATIENCE_SECONDS = 60.0
 READERS_PATIENCE_SECONDS = 15.0
+READ_POOL_SIZE = 4
+"""The setting's default."""
 IDLE_SECONDS = 5.0
 """The setting: connections that nobody uses are closed after this time."""
 _LOOK_SECONDS = 0.1
@@ -62,8 +64,11 @@ class Ended:
     memory: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Of each process that lives as long as the run: MiB in its beginning and at its end."""
     connections: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By application name, likewise; all but the relay's are gone when nobody reads and writes any more."""
+    """By application name, likewise."""
+    above_budget: dict[str, int] = field(default_factory=dict)
+    """How many more there are than the README says, while all still write and read."""
     left_open: dict[str, int] = field(default_factory=dict)
+    """How many there are when only the relay, and servers without clients, are left."""
 
 
 class Cast:
@@ -99,9 +104,13 @@ class Cast:
         ]
         self.watch = Watch(
             directory,
-            [writer.name for writer in (self.keeper, *self.writers)],
+            [writer.name for writer in self._appending],
             {name: own for name, (_, *own) in READERS.items()},
         )
+
+    @property
+    def _appending(self) -> list[Process]:
+        return [self.keeper, *self.writers]
 
     @property
     def all(self) -> list[Process]:
@@ -165,6 +174,24 @@ class Cast:
         with self.admin() as admin:
             return Counter(dict(admin.execute(query, [ADMIN]).fetchall()))
 
+    def above_budget(self) -> dict[str, int]:
+        """Connections that are more than the README says that so many processes have."""
+        own_writer = sum(writer.kind in ("threads", "tasks", "keeper") for writer in self._appending)
+        follow = len(self.servers) + sum(reader.kind != "websocket" for reader in self.readers)
+        budget = {
+            "pgstreams-listener": follow,
+            "pgstreams-reader": follow * READ_POOL_SIZE,
+            "pgstreams-notifier": sum(writer.kind != "sql" for writer in self._appending),
+            "pgstreams-writer": 2 * own_writer,
+            "pgstreams-relay": 1,
+        }
+        found = self.connections()
+        return {name: found[name] - most for name, most in budget.items() if found[name] > most}
+
+    def left_open(self) -> dict[str, int]:
+        """Connections that nobody needs when only the relay, and servers without clients, are left."""
+        return dict(self.connections() - Counter({"pgstreams-relay": 1, "chaos-django": len(self.servers)}))
+
     # The end -----------------------------------------------------------------------------------------
 
     def end_writers(self) -> None:
@@ -195,7 +222,7 @@ class Cast:
             tables = read_tables(admin)
         findings = check(
             tables,
-            {process.name: ledgers[process.name] for process in (self.keeper, *self.writers)},
+            {process.name: ledgers[process.name] for process in self._appending},
             {name: Reading(ledgers[name], part, parts) for name, (_, part, parts) in READERS.items()},
         )
         return Ended(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import chaos, chaos_run
+from benchmarks import chaos, chaos_run, chaos_schedule
 from benchmarks.__main__ import main
 from benchmarks.chaos_check import DUPLICATE, GAP, LOST, STORED_FIELDS, WRONG, Reading, Tables, check
 from benchmarks.chaos_ledger import (
@@ -300,6 +300,7 @@ def test_floors_grow_with_the_time():
         (ended(), occurrences(recovery_seconds=7.1), "worst recovery"),
         (ended(stored=10), occurrences(), "chunks checked"),
         (ended(left_open={"pgstreams-reader": 1}), occurrences(), "connections left open"),
+        (ended(above_budget={"pgstreams-listener": 1}), occurrences(), "connections above the budget"),
     ],
 )
 def test_each_bar_is_missed_by_what_is_beyond_it(found, faults, name):
@@ -344,7 +345,7 @@ def test_a_product_with_a_defect_fails(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(chaos_run, "READERS", {"async": ("benchmarks.chaos_readers", 0, 1)})
     monkeypatch.setattr(chaos_run, "SERVERS", ())
     monkeypatch.setattr(chaos_run, "READERS_PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(chaos, "RECOVERY_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(chaos_schedule, "RECOVERY_PATIENCE_SECONDS", 1.0)
     code = main(["chaos", "--seconds=0.5", "--seed=1", "--defect=offset-skipped", f"--results={tmp_path}"])
     printed = capfd.readouterr()
     assert code == 1, printed
