@@ -10,7 +10,7 @@ import asyncio
 from typing import NamedTuple, Protocol, TypeAlias
 
 from .models import Stream
-from .pages import Page, Run, StreamRow
+from .pages import Page, Run, StreamRow, agree
 from .window import Window
 
 DELETED = "deleted"
@@ -39,7 +39,7 @@ class Gap(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """The position was of another life of the stream or beyond its tail; the follower goes on at 0."""
+    """The position was of another life of the stream, or of one whose end was lost; it goes on at 0."""
 
     epoch: str
 
@@ -66,6 +66,7 @@ class Feed:
         self.followers = 0
         self.waiting: set[asyncio.Future[None]] = set()
         self.live_is_news = False  # to somebody who waits
+        self._before_end: int | None = None  # the time of the chunk before the tail in `row`
 
     def take(self, page: Page, max_bytes: int) -> None:
         """Learn from a page that was read: the row if it is newer, the chunks if they continue the window.
@@ -75,19 +76,33 @@ class Feed:
         row, end = self.row, self.window.end if self.window is not None else None
         if page.row is None:
             self.gone = True
-        elif self.row is None or self.row.epoch != page.row.epoch:
-            self.row, self.window = page.row, None
+        elif self.row is None or self.row.epoch != page.row.epoch or not self._agrees(page):
+            self.lose(page)
         elif page.row.next_offset > self.row.next_offset or _age(page.row) > _age(self.row):
-            self.row = page.row
+            self._know(page)
         if self.window is not None:
             self.window.extend(page.chunks, max_bytes)
         moved = self.window is not None and self.window.end != end
         if moved or self.row is not row or self.gone or page.gap_to is not None or self.live_is_news:
             self.wake()
 
+    def _agrees(self, page: Page) -> bool:
+        return self.window is None or self.window.agrees(page)
+
+    def lose(self, page: Page) -> None:
+        """Know nothing any more but a page's row: what was stored once is gone."""
+        self.window = None
+        self._know(page)
+        self.wake()
+
+    def _know(self, page: Page) -> None:
+        self.row = page.row
+        reaches_end = page.row is not None and page.next == page.row.next_offset
+        self._before_end = page.before_at(page.next) if reaches_end else None
+
     def move_window(self, page: Page, max_bytes: int) -> None:
         """Begin the window anew with a page that reaches the tail."""
-        self.window = Window(page.position)
+        self.window = Window(page.position, page.before)
         self.window.extend(page.chunks, max_bytes)
 
     def wake(self) -> None:
@@ -98,12 +113,14 @@ class Feed:
             if not future.done():
                 future.set_result(None)
 
-    def end_at(self, position: int) -> Closed | None:
-        """The end, if the stream is over for a reader at `position`."""
+    def end_at(self, position: int, before: int | None) -> Closed | None:
+        """The end, if the stream is over for a reader at `position`, with the time of the chunk before."""
         if self.gone:
             return Closed(position, DELETED, "")
         row = self.row
         if row is None or row.state == Stream.State.OPEN or position != row.next_offset:
+            return None
+        if not agree(before, self._before_end):
             return None
         return Closed(position, row.state, row.reason)
 
@@ -165,6 +182,7 @@ class Follower:
         self._feed = feed
         self._live = False
         self._tail_seen = -1  # the tail as this reader's own last page showed it
+        self._before: int | None = None  # the time of the chunk before the position
         self._closed = False
 
     @property
@@ -192,7 +210,7 @@ class Follower:
             return Closed(self.position, "", "")
         if feed.row is not None and feed.row.epoch != self.epoch and not feed.gone:
             return self._reset(feed.row.epoch)
-        return feed.end_at(self.position) or self._from_window()
+        return feed.end_at(self.position, self._before) or self._from_window()
 
     async def later(self) -> Event | None:
         """After `poll` had nothing: wait until that may have changed, and look again."""
@@ -203,19 +221,23 @@ class Follower:
         self.position = 0
         self._live = False
         self._tail_seen = -1
+        self._before = None
         return Reset(epoch)
 
     def _from_window(self) -> Event | None:
         """Chunks that the window holds, or the news that there are none left."""
         feed, window = self._feed, self._feed.window
-        if window is None:
+        if window is None or not agree(self._before, window.before(self.position)):
             return None
         if self.position != window.end:
             chunks = window.slice(self.position, self._reader.page_chunks, self._reader.page_bytes)
             if not chunks:
                 return None
             self.position += len(chunks)
+            self._before = chunks.times[-1]
             return Chunks(chunks)
+        if self._before is None:
+            self._before = window.before(self.position)
         if (
             self._live
             or feed.row is None
@@ -241,13 +263,15 @@ class Follower:
                 feed.waiting.discard(future)
             return None
         page = await self._reader.page(feed, self.position)
-        if page.row is not None and self.position > page.row.next_offset:
-            # Beyond the tail, says a read that others may have begun before this position existed.
+        if not page.continues(self._before):
+            # Says a read that others may have begun before this position existed.
             page = await self._reader.read_page(feed, self.position)
         return self._take(page)
 
     def _waits_at(self, window: Window) -> bool:
         """Whether what comes next will come through the window, which may have left this reader behind."""
+        if not agree(self._before, window.before(self.position)):
+            return False
         return self.position == window.end or self.position == self._tail_seen > window.end
 
     def _take(self, page: Page) -> Event | None:
@@ -255,10 +279,10 @@ class Follower:
         self._reader.learn(feed, page)
         if page.row is None:
             return None
-        if page.row.epoch != self.epoch or self.position > page.row.next_offset:
+        if page.row.epoch != self.epoch or not page.continues(self._before):
             return self._reset(page.row.epoch)
         if page.gap_to is not None:
-            self.position = page.gap_to
+            self.position, self._before = page.gap_to, None
             return Gap(page.position, page.gap_to)
         if page.at_tail:
             self._tail_seen = page.next
@@ -268,4 +292,5 @@ class Follower:
                 if feed.behind:  # of what another read has told since
                     self._reader.mark(feed)
         self.position = page.next
+        self._before = page.before_at(page.next) or self._before
         return Chunks(page.chunks) if page.chunks else None

@@ -256,6 +256,7 @@ class Hub:
         for feed in feeds:
             del self._dirty[feed]
         positions = [0 if feed.window is None else feed.window.end for feed in feeds]
+        rows = [feed.row for feed in feeds]
         try:
             read = await self._read(self._live_pool, feeds, positions)
         except Exception as error:  # noqa: BLE001 - the marks come back, whatever it was
@@ -265,7 +266,9 @@ class Hub:
             return False
         self._report(None)
         hungry: dict[Feed, float] = {}
-        for feed, page in zip(feeds, read, strict=True):
+        for feed, page, row in zip(feeds, read, rows, strict=True):
+            if row is not None and page.row is not None and page.row.next_offset < row.next_offset:
+                feed.lose(page)  # read after that row was, so chunks are gone that were stored then
             if page.gap_to is not None:
                 # Trimmed beyond the window: its followers find the gap when they read on.
                 feed.window = Window(page.gap_to)
@@ -296,7 +299,12 @@ class Hub:
             max_bytes=self._settings.PAGE_BYTES,
             max_page_bytes=max(1, self._settings.PAGE_BYTES // min(_TICK_PAGES, len(feeds))),
         )
-        return pages.from_rows(positions, await pool.fetch(sql.PAGES, parameters))
+        rows = await pool.fetch(sql.PAGES, parameters)
+        if rows[0][-1]:
+            # It may lack what others have read already. Its connections lead there after a promotion as well.
+            await pool.close()
+            raise psycopg.OperationalError("the server is a standby")
+        return pages.from_rows(positions, rows)
 
     def _report(self, error: Exception | None) -> None:
         """Log a change between failing and working."""

@@ -73,13 +73,15 @@ class Page(NamedTuple):
     """A contiguous run of chunks from `position` on, and the stream's row in the same snapshot.
 
     `row` is None when the stream does not exist. `gap_to` is the first position that can be read when chunks
-    from `position` on are no longer stored; the page holds no chunks then.
+    from `position` on are no longer stored; the page holds no chunks then. `before` is the time of the chunk
+    before `position`, where that is stored.
     """
 
     position: int
     row: StreamRow | None
     chunks: Run
     gap_to: int | None
+    before: int | None = None
 
     @property
     def next(self) -> int:
@@ -90,6 +92,25 @@ class Page(NamedTuple):
     def at_tail(self) -> bool:
         """Whether nothing was stored after this page when it was read."""
         return self.row is None or self.next >= self.row.next_offset
+
+    def before_at(self, position: int) -> int | None:
+        """The time of the chunk before a position from `position` to `next`, where that is stored."""
+        return self.before if position == self.position else self.chunks.times[position - self.position - 1]
+
+    def continues(self, before: int | None) -> bool:
+        """Whether it goes on where a reader is for whom `before` is the time of the chunk before, if known.
+
+        Else chunks that were stored once are gone: a standby that lacked them took over, or a backup was
+        restored. Others may have their offsets by now, but not their times.
+        """
+        if self.row is None:
+            return True
+        return self.position <= self.row.next_offset and agree(before, self.before)
+
+
+def agree(one: int | None, other: int | None) -> bool:
+    """Whether two times can be those of one chunk; None is unknown."""
+    return one is None or other is None or one == other
 
 
 def parameters(
@@ -136,6 +157,8 @@ def _page(
     first_stored: int | None,
     payloads: list[bytes] | None,
     times: bytes | None,
+    before: bytes | None = None,
+    _is_standby: bool = False,
 ) -> Page:
     if stream_id is None:
         return Page(position, None, Run(position, [], []), None)
@@ -144,7 +167,8 @@ def _page(
     if gap_to is not None or payloads is None or times is None:
         payloads, times = [], b""
     microseconds = list(struct.unpack(f"!{len(payloads)}q", times))
-    return Page(position, row, Run(position, payloads, microseconds), gap_to)
+    [before_time] = struct.unpack("!q", before) if before is not None else (None,)
+    return Page(position, row, Run(position, payloads, microseconds), gap_to, before_time)
 
 
 def _gap(position: int, row: StreamRow, first_stored: int | None) -> int | None:

@@ -86,27 +86,31 @@ PAGES = """
 SELECT page.place, page.stream_id, page.epoch, page.content_type, page.state, page.reason,
        page.next_offset, page.first_offset, page.first_stored,
        CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, %(max_bytes)s) THEN page.payloads END,
-       CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, %(max_bytes)s) THEN page.times END
+       CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, %(max_bytes)s) THEN page.times END,
+       timestamptz_send(page.before), pg_is_in_recovery()
 FROM (
     SELECT want.place, s.id AS stream_id, s.epoch, s.content_type, s.state, s.reason,
-           s.next_offset, s.first_offset, run.first_stored, run.payloads, run.times, run.bytes,
+           s.next_offset, s.first_offset, run.before, run.first_stored, run.payloads, run.times, run.bytes,
            sum(run.bytes) OVER (ORDER BY want.place ROWS UNBOUNDED PRECEDING) AS bytes_up_to_here
     FROM unnest(%(stream_ids)s::bigint[], %(positions)s::bigint[])
          WITH ORDINALITY AS want (stream_id, position, place)
     LEFT JOIN pgstreams_stream AS s ON s.id = want.stream_id
     CROSS JOIN LATERAL (
-        SELECT min(c."offset") AS first_stored,
+        SELECT min(c.created_at) FILTER (WHERE c."offset" < want.position) AS before,
+               min(c."offset") FILTER (WHERE c."offset" >= want.position) AS first_stored,
                array_agg(c.payload) FILTER (WHERE c.fits) AS payloads,
                string_agg(timestamptz_send(c.created_at), '') FILTER (WHERE c.fits) AS times,
                sum(octet_length(c.payload)) FILTER (WHERE c.fits) AS bytes
         FROM (
             SELECT chunk."offset", chunk.payload, chunk.created_at,
-                   chunk."offset" - row_number() OVER run = want.position - 1
-                   AND sum(octet_length(chunk.payload)) OVER run - octet_length(chunk.payload)
-                       < %(max_page_bytes)s AS fits
+                   chunk."offset" >= want.position
+                   AND chunk."offset" - row_number() OVER run
+                       = least(first_value(chunk."offset") OVER run, want.position) - 1
+                   AND sum(CASE WHEN chunk."offset" >= want.position THEN octet_length(chunk.payload) END)
+                       OVER run - octet_length(chunk.payload) < %(max_page_bytes)s AS fits
             FROM pgstreams_chunk AS chunk
             WHERE chunk.stream_id = want.stream_id
-              AND chunk."offset" >= want.position
+              AND chunk."offset" >= want.position - 1
               AND chunk."offset" < s.next_offset
               AND chunk."offset" < least(
                   greatest(want.position, s.first_offset), 9223372036854775807 - %(max_chunks)s
@@ -123,7 +127,8 @@ ORDER BY page.place
 Every wanted stream has one row: without `stream_id` when it does not exist. `first_stored` is the first
 offset stored at or after the position. Payloads, and their times (8 bytes each, as Postgres sends them), are
 those of the chunks that follow the position without a hole, as far as the page's bytes go, its first chunk at
-least; none where the pages before it leave no room in the bytes of all. Offsets are gapless, so a range of
+least; none where the pages before it leave no room in the bytes of all. `before` is the time of the chunk
+before the position, by which a reader knows its stream again. Offsets are gapless, so a range of
 them bounds a page. A row per stream, not per chunk: rows would be most of the cost of short chunks. The
 window hands the aggregates their input in its order.
 """

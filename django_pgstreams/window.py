@@ -8,20 +8,41 @@ from __future__ import annotations
 
 from itertools import accumulate, takewhile
 
-from .pages import Run
+from .pages import Page, Run, agree
 
 
 class Window:
     """Recent chunks, bounded in bytes by whoever calls `extend`."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, before: int | None = None) -> None:
+        """`before` is the time of the chunk before `start`, where that is known."""
         self.start = start
         self.end = start
         self.size_bytes = 0
         self._payloads: list[bytes] = []
         self._times: list[int] = []
+        self._before = before
         self._dropped = 0  # chunks at the head of the lists that are no longer in the window
         self._latest: Run | None = None  # what it was extended by, for all who wait for just that
+
+    def before(self, position: int) -> int | None:
+        """The time of the chunk before a position, where that is known."""
+        if position == self.start:
+            return self._before
+        return self._times[self._dropped + position - self.start - 1] if self._holds(position - 1) else None
+
+    def _holds(self, offset: int) -> bool:
+        return self.start <= offset < self.end
+
+    def agrees(self, page: Page) -> bool:
+        """Whether a page can be of the same chunks: compared by the last one that both hold.
+
+        If that is the same, so are all before it.
+        """
+        if page.row is None or not self.start <= page.position <= self.end:
+            return True
+        last = min(page.next, self.end)
+        return page.position <= page.row.next_offset and agree(self.before(last), page.before_at(last))
 
     def extend(self, run: Run, max_bytes: int) -> None:
         """Add the part of a run that continues the window.
@@ -43,6 +64,7 @@ class Window:
     def _shrink(self, max_bytes: int) -> None:
         while self.size_bytes > max_bytes and self.start < self.end - 1:
             self.size_bytes -= len(self._payloads[self._dropped])
+            self._before = self._times[self._dropped]
             self._dropped += 1
             self.start += 1
         # Amortised: each deletion of the head moves at most as many chunks as were dropped.
@@ -56,7 +78,7 @@ class Window:
 
         Nobody may change it: those who are at the same position are given the same run.
         """
-        if not self.start <= position < self.end:
+        if not self._holds(position):
             return Run(position, [], [])
         latest = self._latest
         if (

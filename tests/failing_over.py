@@ -1,4 +1,4 @@
-"""What the tests of failing over share: a cluster as a Django alias, writers that keep a ledger, and readers."""
+"""What the tests of failing over share: a cluster as a Django alias, writers with a ledger, readers."""
 
 from __future__ import annotations
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import psycopg
 import pytest
+from django.db import close_old_connections
+from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.shared.cluster import Cluster, cluster
 from benchmarks.shared.processes import Program
 from django_pgstreams import receivers
+from django_pgstreams.exceptions import StreamReset
+from django_pgstreams.models import Stream
+from django_pgstreams.writer import StreamWriter
 from tests.failing_over import (
-    ALIAS,
     Batching,
     Following,
     SqlWriter,
@@ -45,23 +51,25 @@ class Place:
         self.servers = servers
         self.address = address
         self.conninfo = address
+        self.database = conninfo_to_dict(address)["dbname"]
 
 
 @pytest.fixture(scope="module")
-def synchronous(django_db_blocker) -> Iterator[Place]:
+def replicated(django_db_blocker) -> Iterator[Place]:
     with django_db_blocker.unblock(), cluster(synchronous=True) as made, alias_of(made) as address:
         yield Place(made, address)
 
 
 @pytest.fixture
-def place(synchronous, settings, caplog) -> Iterator[Place]:
-    """The cluster with its standby, and patient settings; what is logged meanwhile is expected."""
+def place(replicated, settings, caplog) -> Iterator[Place]:
+    """The cluster with its synchronous standby, and patient settings; what is logged is expected."""
     caplog.set_level(logging.CRITICAL, logger="django_pgstreams")
-    if synchronous.servers.standby is None:
-        synchronous.servers.rebuild_standby()
+    if replicated.servers.standby is None:
+        replicated.servers.rebuild_standby()
     settings.PGSTREAMS = PATIENT
     receivers.release()
-    yield synchronous
+    close_old_connections()  # those to a server which is gone
+    yield replicated
     receivers.release()
 
 
@@ -135,3 +143,98 @@ def test_writers_and_readers_carry_on_and_nothing_acknowledged_is_lost(place):
     assert [values["batches"][offset] for offset in offsets] == list(range(len(offsets)))
     assert len(values["batches"]) == len(offsets)
     assert all(reader.visits == 1 and not reader.seen("reset") for reader in watching)
+
+
+# A standby that lacks what was acknowledged ------------------------------------------------------------
+
+
+@pytest.fixture
+def lossy(place) -> Iterator[Place]:
+    """The cluster, whose standby may lack what was acknowledged."""
+    place.servers.set_synchronous(False)
+    yield place
+    place.servers.rebuild_standby()
+    place.servers.set_synchronous(True)
+
+
+def append(stream: Stream, *values: Any) -> None:
+    """Append to a stream whose counter this instance may not know."""
+    close_old_connections()
+    stream.append_many(values)
+
+
+def values_of(name: str, first: int, last: int) -> list[str]:
+    return [f"{name} {offset}" for offset in range(first, last)]
+
+
+@contextlib.contextmanager
+def lost(place: Place) -> Iterator[None]:
+    """What is stored in the block is lost: the standby, which takes over at its end, is not there."""
+    servers = place.servers
+    servers.wait_until_in_sync()
+    servers.standby.stop()
+    yield
+    servers.primary.kill()
+    servers.standby.start()
+    servers.promote()
+
+
+def test_chunks_that_were_lost_are_a_reset_never_a_silent_hole(lossy):
+    """Whatever became of the offsets: not taken yet, taken up to the reader's position, or beyond it."""
+    old, lost_values = values_of("old", 0, 5), values_of("lost", 5, 10)
+    new = {name: values_of("new", 5, 5 + count) for name, count in (("short", 0), ("same", 5), ("long", 9))}
+    streams = {name: make_stream(f"lost/{name}") for name in new}
+    with ExitStack() as stack:
+        server = serve(stack, lossy)
+        for stream in streams.values():
+            append(stream, *old)
+        following = {name: Following(stream) for name, stream in streams.items()}
+        watching = {name: Watching(server, stream) for name, stream in streams.items()}
+        with lost(lossy):
+            for stream in streams.values():
+                append(stream, *lost_values)
+            for reader in (*following.values(), *watching.values()):
+                wait_until(lambda reader=reader: reader.values == old + lost_values, "all is read")
+            lossy.servers.proxy.hold()  # nobody looks before the offsets are taken again
+        with psycopg.connect(lossy.servers.primary.address, dbname=lossy.database, autocommit=True) as own:
+            for name, values in new.items():
+                for value in values:
+                    statement = "SELECT pgstreams_append(%s, convert_to(to_json(%s::text)::text, 'UTF8'))"
+                    own.execute(statement, [streams[name].key, value])
+        lossy.servers.proxy.come_up()
+        for name, reader in following.items():
+            with pytest.raises(StreamReset, match=f"lost/{name}"):
+                reader.done.result(60)
+            assert reader.values == old + lost_values
+        for name, reader in watching.items():
+            wait_until(lambda reader=reader, name=name: reader.values == old + new[name], "it is read anew")
+            assert [frame["epoch"] for frame in reader.seen("reset")] == [streams[name].epoch]
+            reader.end()
+
+
+def test_who_has_read_nothing_that_was_lost_goes_on(lossy):
+    stream = make_stream("kept")
+    append(stream, *values_of("old", 0, 5))
+    with ExitStack() as stack:
+        watching = Watching(serve(stack, lossy), stream)
+        following = Following(stream)
+        readers = (following, watching)
+        wait_until(lambda: all(len(reader.values) == 5 for reader in readers), "both are live")
+        with lost(lossy):
+            pass
+        append(stream, *values_of("new", 5, 10))
+        expected = values_of("old", 0, 5) + values_of("new", 5, 10)
+        wait_until(lambda: all(reader.values == expected for reader in readers), "both go on")
+        assert not watching.seen("reset")
+        for reader in readers:
+            reader.end()
+
+
+def test_a_writer_whose_last_batches_were_lost_goes_on_behind_what_is_left(lossy):
+    stream = make_stream("writer")
+    with StreamWriter(stream) as writer:
+        assert [writer.append(f"old {n}") for n in range(3)] == [0, 1, 2]
+        with lost(lossy):
+            assert [writer.append(f"lost {n}") for n in range(3)] == [3, 4, 5]
+        assert [writer.append(f"new {n}") for n in range(3)] == [3, 4, 5]
+    assert stored(stream) == ["old 0", "old 1", "old 2", "new 0", "new 1", "new 2"]

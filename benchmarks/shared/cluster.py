@@ -107,7 +107,12 @@ class Cluster:
         self.standby = self._new_node()
         self.standby.copy_from(self.primary)
         self.standby.start()
-        self._wait_for_standby(self._synchronous)
+        self.set_synchronous(self._synchronous)
+
+    def set_synchronous(self, synchronous: bool) -> None:
+        """From now on acknowledge a commit when the standby has it on its disk too, or without asking it."""
+        self._synchronous = synchronous
+        self._wait_for_standby(synchronous)
         self.wait_until_in_sync()
 
     def _wait_for_standby(self, waits: bool) -> None:
