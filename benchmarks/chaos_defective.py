@@ -43,34 +43,32 @@ def _do_not_poll() -> None:
 
 
 def _drop_last_wake_up() -> None:
-    """Each wake-up is taken when the next one of its stream comes."""
+    """What a stream's wake-ups say last is never taken: each is, when the next that says more has come."""
     _do_not_poll()
-    take = Hub.wake_from_thread
-    kept: dict[tuple[Hub, int], WakeUp] = {}
-
-    def take_those_before(self: Hub, batch: Batch) -> None:
-        before = [kept.get((self, hint.stream_id)) for hint in batch.wake_ups]
-        kept.update({(self, hint.stream_id): hint for hint in batch.wake_ups})
-        take(self, Batch(tuple(filter(None, before)), batch.everything))
-
-    Hub.wake_from_thread = take_those_before  # type: ignore[method-assign]
+    _take_instead(lambda before, hint: before)
 
 
 def _believe_hints_once() -> None:
     """A hint that says nothing new is not looked after."""
+    _take_instead(lambda before, hint: hint)
+
+
+def _take_instead(choose: Callable[[WakeUp | None, WakeUp], WakeUp | None]) -> None:
+    """Of each hint that says more than the last of its stream, a hub takes what `choose` makes of both."""
     take = Hub.wake_from_thread
-    known: dict[tuple[Hub, int], tuple[int, bool]] = {}
+    known: dict[tuple[Hub, int], WakeUp] = {}
 
-    def take_news(self: Hub, batch: Batch) -> None:
-        news = []
+    def take_chosen(self: Hub, batch: Batch) -> None:
+        chosen = []
         for hint in batch.wake_ups:
-            said = (hint.tail, hint.changed)
-            if said > known.get((self, hint.stream_id), (-1, False)):
-                known[self, hint.stream_id] = said
-                news.append(hint)
-        take(self, Batch(tuple(news), batch.everything))
+            place = (self, hint.stream_id)
+            before = known.get(place)
+            if before is None or hint > before:
+                known[place] = hint
+                chosen.append(choose(before, hint))
+        take(self, Batch(tuple(filter(None, chosen)), batch.everything))
 
-    Hub.wake_from_thread = take_news  # type: ignore[method-assign]
+    Hub.wake_from_thread = take_chosen  # type: ignore[method-assign]
 
 
 def _deliver_twice() -> None:
