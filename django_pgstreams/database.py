@@ -200,6 +200,7 @@ async def within(seconds: float, connection: AsyncConnection, work: Coroutine[An
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work, name="pgstreams-statement")
+    task.add_done_callback(mark_retrieved)  # who is cancelled just when it fails does not look
     late: set[asyncio.Task[T]] = set()
     try:
         _, late = await asyncio.wait({task}, timeout=seconds)
@@ -211,14 +212,12 @@ async def within(seconds: float, connection: AsyncConnection, work: Coroutine[An
         if not task.done():
             shut_down = loop.call_later(_CANCEL_SECONDS, _shut_down, connection)
             task.add_done_callback(lambda _: shut_down.cancel())
-            task.add_done_callback(mark_retrieved)
             # psycopg asks the server to cancel the statement, and would give up when cancelled once more: an
             # event loop that ends has done it already.
             if not task.cancelling():
                 task.cancel()
             await asyncio.wait({task})
     if late or task.cancelled():
-        mark_retrieved(task)
         raise TimeoutError("the server did not answer in time")
     return task.result()
 
