@@ -1,4 +1,4 @@
-"""The tests of a project of its own, run by `manage.py test` alone: no plugin, no helper of ours."""
+"""The tests of a project of its own, run by `manage.py test` or pytest-django: no helper of ours."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from django.test import TestCase, TransactionTestCase
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Chunk, Stream
 from django_pgstreams.routing import websocket_urlpatterns
+from django_pgstreams.writer import StreamWriter
 
 
 class RolledBackTests(TestCase):
@@ -81,6 +82,21 @@ class FollowingTests(TransactionTestCase):
         self.assertEqual([chunk.data async for chunk in subscribe(stream)], list(range(10)))
 
 
+class WriterTests(TransactionTestCase):
+    def test_a_writer_stores_what_readers_follow(self):
+        stream = Stream.objects.create(key="written")
+        with StreamWriter(stream) as writer:
+            self.assertEqual([writer.append(number) for number in range(3)], [0, 1, 2])
+        stream.close()
+        self.assertEqual([chunk.data for chunk in subscribe(stream)], [0, 1, 2])
+
+    async def test_a_writer_that_is_left_in_the_middle(self):
+        writer = StreamWriter(await Stream.objects.acreate(key="written"))
+        await writer.aappend("waited for")
+        for number in range(1000):
+            writer.append_nowait(number)
+
+
 class ConsumerTests(TransactionTestCase):
     async def connect(self, key, user):
         socket = WebsocketCommunicator(URLRouter(websocket_urlpatterns), f"/ws/streams/{key}/?offset=0")
@@ -133,12 +149,18 @@ def databases_of_tests(project: FreshProject) -> list[str]:
 
 
 def run_tests(project: FreshProject, *options: str) -> str:
-    """Run the project's tests; returns what was printed, in which nothing complains."""
-    code, printed = project.run("manage.py", "test", "--noinput", *options, timeout_seconds=180)
+    """Run the project's tests by Django's runner; returns what was printed, in which nothing complains."""
+    printed = run_quietly(project, "manage.py", "test", "--noinput", *options)
+    assert "Ran 12 tests" in printed
+    return printed
+
+
+def run_quietly(project: FreshProject, *command: str) -> str:
+    """Run a command to its good end; returns what was printed, in which nothing complains."""
+    code, printed = project.run(*command, timeout_seconds=180)
     assert code == 0, printed
     for complaint in ("Traceback", "Warning", "Exception ignored", "never awaited", "was destroyed"):
         assert complaint not in printed, printed
-    assert "Ran 10 tests" in printed
     return printed
 
 
@@ -153,4 +175,12 @@ def test_a_database_that_is_kept_serves_again_and_can_be_destroyed(project: Fres
         run_tests(project, "--keepdb")
         assert databases_of_tests(project) == [f"test_{project.database}"]
     run_tests(project)
+    assert databases_of_tests(project) == []
+
+
+@pytest.mark.once
+def test_pytest_django_runs_them_too(project: FreshProject) -> None:
+    options = ["-p", "no:cacheprovider", "-p", "no:asyncio"]
+    printed = run_quietly(project, "-m", "pytest", *options, "notes/tests.py", "notes/test_more.py")
+    assert "12 passed" in printed
     assert databases_of_tests(project) == []
