@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SECONDS = 180.0
 BARS_DECIDE = True
-RATE = 3600.0
+RATE = 2400.0
 FLOOR_MINUTES = 20.0
 """The floors are for a run of so long, and proportional for others."""
 FAULTS_FLOOR, KINDS_FLOOR, EACH_FLOOR, CHUNKS_FLOOR = 150, 10, 5, 2_000_000

@@ -5,7 +5,13 @@ from __future__ import annotations
 from benchmarks.chaos_context import Fault
 from benchmarks.chaos_faults_network import BlackHole, ConnectionsReset
 from benchmarks.chaos_faults_notifications import NotificationsFail, NotificationsLost, QueueFull
-from benchmarks.chaos_faults_processes import ReaderStopped, RelayKilled, ServerKilled, WriterKilled
+from benchmarks.chaos_faults_processes import (
+    ReaderKilled,
+    ReaderStopped,
+    RelayKilled,
+    ServerKilled,
+    WriterKilled,
+)
 from benchmarks.chaos_faults_resources import DiskSlow, RowsLocked
 from benchmarks.chaos_faults_servers import (
     FailedOver,
@@ -17,7 +23,7 @@ from benchmarks.chaos_faults_servers import (
 )
 
 FAULTS: tuple[type[Fault], ...] = (
-    *(WriterKilled, ServerKilled, RelayKilled, ReaderStopped),
+    *(WriterKilled, ServerKilled, RelayKilled, ReaderKilled, ReaderStopped),
     *(SessionsTerminated, SessionKilled, SessionFrozen, RestartedFast, RestartedImmediately, FailedOver),
     *(BlackHole, ConnectionsReset),
     *(NotificationsFail, NotificationsLost, QueueFull),

@@ -81,3 +81,20 @@ class ReaderStopped(Fault):
 
     def heal(self, world: World) -> None:
         self._reader.go_on()
+
+
+class ReaderKilled(Fault):
+    """A reader is gone, and goes on where its ledger ends."""
+
+    kind = "reader killed"
+
+    def inject(self, world: World) -> None:
+        self._reader = world.random.choice(world.readers)
+        self._seen = reader_falls_behind(world, self._reader)
+        self._reader.kill()
+
+    def observed(self, world: World) -> bool:
+        return self._seen()
+
+    def heal(self, world: World) -> None:
+        self._reader.restart()

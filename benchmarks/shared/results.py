@@ -40,7 +40,8 @@ class Bar:
 
     @property
     def figure(self) -> str:
-        return f"{self.name} {self.value:,.4g}{self.unit and f' {self.unit}'}"
+        number = f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:,.4g}"
+        return f"{self.name} {number}{self.unit and f' {self.unit}'}"
 
     @property
     def verdict(self) -> str:
