@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from django.db import connection
 
-from django_pgstreams import conf, consumers, exceptions, wire
+from django_pgstreams import conf, consumers, exceptions, health, wire
 from django_pgstreams.models import Stream
 from tests.fresh_project import README, readme_blocks
 
@@ -40,6 +40,11 @@ def test_the_settings_table_is_that_of_the_code() -> None:
         for name, default, _ in table("| name | default | meaning |")
     }
     assert documented == {field.name: field.default for field in fields(conf.Settings)}
+
+
+def test_the_fields_of_health_are_those_of_the_code() -> None:
+    documented = [names(field)[0] for field, _ in table("| field | meaning |")]
+    assert documented == [field.name for field in fields(health.Health)]
 
 
 def test_every_error_is_documented() -> None:
