@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from asgiref.sync import AsyncToSync, SyncToAsync
+from asgiref.sync import AsyncToSync, SyncToAsync, sync_to_async
 from channels.db import aclose_old_connections, database_sync_to_async
-from django.db import connections
+from django.db import close_old_connections, connections
 
 T = TypeVar("T")
 
@@ -62,9 +62,10 @@ class _Turns:
     async def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take a turn, and others as long as somebody waits."""
         try:
-            await database_sync_to_async(self._take_turn)(loop)
+            await sync_to_async(close_old_connections)()
+            await sync_to_async(self._take_turn)(loop)
             while self._waiting:
-                await database_sync_to_async(self._take_turn)(loop)
+                await sync_to_async(self._take_turn)(loop)
         except Exception as error:  # noqa: BLE001 - those who wait have it
             while self._waiting:
                 _settle(self._waiting.popleft().answer, error=error)
@@ -76,18 +77,19 @@ class _Turns:
     def _take_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the calls that wait, in the thread, one after the other, for a short time."""
         end = time.monotonic() + _TURN_SECONDS
-        while self._waiting:
+        while self._waiting and time.monotonic() < end:
             call = self._waiting.popleft()
-            if not call.answer.cancelled():
-                try:
-                    given = {"value": call.context.run(call.function)}
-                except Exception as error:  # noqa: BLE001 - its caller has it
-                    given = {"error": error}
-                _close_broken()
-                with contextlib.suppress(RuntimeError):  # the event loop has been closed
-                    loop.call_soon_threadsafe(partial(_settle, call.answer, **given))
-            if time.monotonic() >= end:
-                return
+            if call.answer.cancelled():
+                continue
+            try:
+                given = {"value": call.context.run(call.function)}
+            except Exception as error:  # noqa: BLE001 - its caller has it
+                given = {"error": error}
+            _close_broken()
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed
+                loop.call_soon_threadsafe(partial(_settle, call.answer, **given))
+        if not self._waiting:  # else the next turn needs them
+            close_old_connections()
 
 
 def _settle(answer: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:
@@ -128,7 +130,7 @@ async def run(function: Callable[..., T], *args: Any) -> T:
 async def give_back() -> None:
     """Have the connections closed that async queries of Django's, made in this task, have kept.
 
-    Each turn does it at its end, so nobody waits for that.
+    The last turn does it at its end, so nobody waits for that.
     """
     if _is_bound():
         await aclose_old_connections()

@@ -27,10 +27,15 @@ if TYPE_CHECKING:
 _CHUNKS = re.compile(rb'\{"type":"chunks","stream":"[^"]*","offset":(\d+),"next":(\d+),')
 _TEXT, _CLOSE = 1, 8
 _READ_BYTES = 256 * 1024
+_AGAIN_SECONDS = 0.5
 
 
 class WrongFrameError(Exception):
-    """A viewer was sent what it must not be sent, or its socket ended."""
+    """A viewer was sent what it must not be sent, or waits in vain."""
+
+
+class RefusedError(Exception):
+    """The server did not take a viewer, or let it go."""
 
 
 class Visit(NamedTuple):
@@ -49,16 +54,16 @@ class Viewer:
         self.live_at: float | None = None
         self.received: list[tuple[float, int, bytes]] = []  # when, the position after, the frame
         self._visit = visit
-        self._buffer = b""
-        self._is_open = False
-        self.socket = socket.socket()
-        self.socket.setblocking(False)
 
     def begin(self, port: int) -> None:
         """Start to connect."""
         self._port = port
+        self._buffer = b""
+        self._is_open = False
+        self.socket = socket.socket()
+        self.socket.setblocking(False)
         if self.socket.connect_ex(("127.0.0.1", port)) not in (0, errno.EINPROGRESS):
-            raise WrongFrameError("The server cannot be reached.")
+            raise RefusedError("The server cannot be reached.")
 
     def ask(self) -> None:
         """Once connected: ask for the websocket."""
@@ -70,14 +75,17 @@ class Viewer:
             "Sec-WebSocket-Key": base64.b64encode(os.urandom(16)).decode(),
             **self._visit.headers,
         }
-        lines = [f"GET {self._visit.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        lines = [
+            f"GET {self._visit.path}?offset={self.position} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
         self.socket.sendall("\r\n".join([*lines, "", ""]).encode())
 
     def read(self) -> None:
         """Take what has come. Raises `WrongFrameError`."""
         data = self.socket.recv(_READ_BYTES)
         if not data:
-            raise WrongFrameError(f"The server hung up at {self._visit.path}.")
+            raise RefusedError(f"The server hung up at {self._visit.path}.")
         now = time.monotonic()
         self._buffer += data
         if not self._is_open:
@@ -85,7 +93,7 @@ class Viewer:
             if not found:
                 return
             if not head.startswith(b"HTTP/1.1 101"):
-                raise WrongFrameError(f"The server refuses: {head[:200]!r}")
+                raise RefusedError(f"The server refuses: {head[:200]!r}")
             self._is_open, self._buffer = True, rest
         end = 0
         for opcode, payload, end in frames(self._buffer):  # noqa: B007 - the last end is used
@@ -112,18 +120,22 @@ class Viewer:
 
     def vanish(self) -> None:
         """Reset the connection, as a server or a network that fails does."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with contextlib.suppress(OSError):
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
 
 class Storm:
-    """All viewers of this process, on one server."""
+    """All viewers of this process, on one server. As a page does, they try again until they are live."""
 
     def __init__(self, port: int) -> None:
         self.viewers: list[Viewer] = []
+        self.refusals: list[str] = []
+        """Why viewers had to try again."""
         self._port = port
         self._by_number: dict[int, Viewer] = {}
         self._connecting: set[int] = set()
+        self._again: list[tuple[float, Viewer]] = []
         self._epoll = select.epoll()
         raise_descriptor_limit()
 
@@ -131,46 +143,62 @@ class Storm:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.leave(list(self.viewers))
+        self._again.clear()
+        for viewer in self.viewers:
+            self._drop(viewer)
         self._epoll.close()
 
     def come(self, visits: Iterable[Visit], within_seconds: float = 0) -> list[Viewer]:
         """Begin to connect viewers, spread evenly over a time; reads meanwhile, and returns them."""
         came = [Viewer(visit) for visit in visits]
+        self.viewers += came
         began = time.monotonic()
         for place, viewer in enumerate(came):
             due = began + within_seconds * place / len(came)
             self.read_while(lambda due=due: time.monotonic() < due)
-            self._by_number[viewer.socket.fileno()] = viewer
-            self._connecting.add(viewer.socket.fileno())
-            viewer.begin(self._port)
-            self._epoll.register(viewer.socket, select.EPOLLOUT)
-        self.viewers += came
+            self._begin(viewer)
         return came
 
-    def read_while(self, unfinished: Callable[[], bool], deadline_seconds: float = 90) -> None:
+    def _begin(self, viewer: Viewer) -> None:
+        viewer.begin(self._port)
+        number = viewer.socket.fileno()
+        self._by_number[number] = viewer
+        self._connecting.add(number)
+        self._epoll.register(number, select.EPOLLOUT)
+
+    def read_while(self, unfinished: Callable[[], bool], deadline_seconds: float = 120) -> None:
         """Take what comes while the condition holds, within a deadline. Raises `WrongFrameError`."""
         deadline = time.monotonic() + deadline_seconds
         while unfinished():
             if time.monotonic() > deadline:
                 missing = sum(viewer.live_at is None for viewer in self.viewers)
                 raise WrongFrameError(f"Waited in vain; {missing} of {len(self.viewers)} are not live.")
+            while self._again and self._again[0][0] <= time.monotonic():
+                self._begin(self._again.pop(0)[1])
             for number, _ in self._epoll.poll(0.01):
-                viewer = self._by_number[number]
-                if number in self._connecting:
-                    self._connecting.discard(number)
-                    viewer.ask()
-                    self._epoll.modify(number, select.EPOLLIN)
-                else:
-                    viewer.read()
+                self._attend(number)
 
-    def leave(self, viewers: Iterable[Viewer]) -> None:
-        """Have viewers vanish."""
-        for viewer in viewers:
-            self.viewers.remove(viewer)
-            self._by_number.pop(viewer.socket.fileno(), None)
-            with contextlib.suppress(OSError):
-                self._epoll.unregister(viewer.socket)
+    def _attend(self, number: int) -> None:
+        viewer = self._by_number[number]
+        try:
+            if number in self._connecting:
+                self._connecting.discard(number)
+                viewer.ask()
+                self._epoll.modify(number, select.EPOLLIN)
+            else:
+                viewer.read()
+        except (OSError, RefusedError) as error:
+            if viewer.live_at is not None:
+                raise
+            self.refusals.append(str(error))
+            self._drop(viewer)
+            self._again.append((time.monotonic() + _AGAIN_SECONDS, viewer))
+
+    def _drop(self, viewer: Viewer) -> None:
+        number = viewer.socket.fileno()
+        if number >= 0:
+            self._by_number.pop(number, None)
+            self._epoll.unregister(number)
             viewer.vanish()
 
 
