@@ -163,6 +163,8 @@ def execute(
         for row in range(result.ntuples):
             cells = (result.get_value(row, column) for column in range(result.nfields))
             rows.append([None if cell is None else cell.decode() for cell in cells])
+    while link.notifies():
+        pass  # a pooler's session may listen for somebody who has gone: libpq would keep all it hears
     if error is not None:
         raise error
     return rows
@@ -287,6 +289,7 @@ class ReadPool:
         else:
             connection = await aconnect(self._using, self._role, timeout_seconds=self._timeout_seconds)
             self._open.add(connection)
+            connection.add_notify_handler(_ignore)
         try:
             yield connection
         except BaseException as error:
@@ -316,6 +319,10 @@ class ReadPool:
         while self._open:
             self._open.pop().pgconn.finish()
         self._idle.clear()
+
+
+def _ignore(notification: psycopg.Notify) -> None:
+    """A pooler's session may listen for somebody who has gone: psycopg would keep all it hears."""
 
 
 async def _fetch(connection: AsyncConnection, statement: str, parameters: dict[str, Any]) -> list[Row]:

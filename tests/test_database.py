@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import time
+import warnings
 
 import psycopg
 import pytest
@@ -12,7 +13,7 @@ from django.db import connection, connections
 from psycopg.sql import SQL, Identifier
 
 from django_pgstreams import database
-from tests.following import connect, query, sessions, terminate, until
+from tests.following import connect, in_thread, query, sessions, terminate, until
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
@@ -130,6 +131,13 @@ def test_a_blocking_statement_that_cannot_even_be_sent_ends_at_its_deadline(prox
     made.close()
 
 
+def test_a_blocking_connection_keeps_nothing_of_what_its_pooled_session_hears(blocking):
+    database.execute(blocking, "LISTEN pgstreams", [], timeout_seconds=10)
+    query("SELECT pg_notify('pgstreams', '1:1')")
+    database.execute(blocking, "SELECT 1", [], timeout_seconds=10)
+    assert blocking.pgconn.notifies() is None
+
+
 # Statements in an event loop -----------------------------------------------------------------------
 
 
@@ -208,6 +216,17 @@ async def test_the_pool_opens_no_more_than_its_size_and_serves_in_turn(alive):
     assert all(abs(number - place) <= 2 for place, number in enumerate(served))
     await reading.close()
     await until(lambda: not sessions("reader"), "all are closed")
+
+
+async def test_a_connection_keeps_nothing_of_what_its_pooled_session_hears(alive):
+    reading = pool(1)
+    async with reading._connection() as made:
+        await made.execute("LISTEN pgstreams")
+        await in_thread(query)("SELECT pg_notify('pgstreams', '1:1')")
+    assert await reading.fetch("SELECT 1", {}) == [(1,)]
+    with warnings.catch_warnings(action="ignore"):  # of the handler that is there
+        assert [note async for note in made.notifies(timeout=0.1)] == []
+    await reading.close()
 
 
 async def test_a_connection_that_failed_does_not_come_back(alive):
