@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -42,6 +43,7 @@ stream.append("last words")
         ("", 0),
         ("sys.exit(3)", 3),
         ("raise SystemExit", 0),
+        ("import signal; signal.signal(15, lambda *_: sys.exit(5)); signal.raise_signal(15)", 5),
         ("t = threading.Thread(target=sys.exit); t.start(); t.join()", 0),
         ("for n in range(500): stream.append(n)", 0),
         ("threading.Thread(target=lambda: [stream.append(1), connections.close_all()]).start()", 0),
@@ -66,18 +68,19 @@ def test_an_end_by_an_error_flushes_too(stream, ear):
     assert ear.words() == [f"{stream.pk}:1"]
 
 
-def test_a_process_that_is_killed_between_commit_and_flush_costs_time_only(stream, ear, settings):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed_between_commit_and_flush_costs_time_only(stream, ear, settings, number):
     settings.PGSTREAMS = {"POLL_INTERVAL_SECONDS": 1.0}
     subscription = subscribe(stream)
     reading = start(lambda: [chunk.data for chunk in subscription])
-    hold_the_flush = """
-import os, signal
+    hold_the_flush = f"""
+import os
 from django_pgstreams.notifier import Notifier
-Notifier._flush = lambda self, batch, timeout_seconds: os.kill(os.getpid(), signal.SIGKILL)
+Notifier._flush = lambda self, batch, timeout_seconds: os.kill(os.getpid(), {number})
 """
     began = time.monotonic()
     ended = python(hold_the_flush + APPEND_AND + "import time; time.sleep(60)", str(stream.pk))
-    assert ended.returncode == -9
+    assert ended.returncode == -number
     wait_until(lambda: subscription.position == 1, "the chunk arrives by the poll")
     assert ear.words() == []
     assert time.monotonic() - began < 4 * DEADLINE_SECONDS

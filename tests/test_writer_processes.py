@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -228,8 +229,10 @@ def in_child(pk):
     from django_pgstreams.models import Stream
     from django_pgstreams.writer import StreamWriter
     from django.db import connections
-    writer = StreamWriter(Stream.objects.get(pk=pk))
-    for number in range(500):
+    stream = Stream.objects.get(pk=pk)
+    stream.append("child")
+    writer = StreamWriter(stream)
+    for number in range(499):
         writer.append_nowait("child")
     connections.close_all()
 
@@ -240,7 +243,7 @@ if __name__ == "__main__":
     from django_pgstreams.writer import StreamWriter
     with StreamWriter(Stream.objects.get(pk=sys.argv[1])) as writer:
         writer.append("parent")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(sys.argv[2])
         children = [context.Process(target=in_child, args=[sys.argv[1]]) for _ in range(2)]
         for child in children: child.start()
         writer.append_nowait("parent")
@@ -249,9 +252,10 @@ if __name__ == "__main__":
 """
 
 
-def test_spawned_children_store_all_they_appended(stream, ear, tmp_path):
+@pytest.mark.parametrize("method", sorted({*multiprocessing.get_all_start_methods()} - {"fork"}))
+def test_spawned_children_store_all_they_appended(stream, ear, tmp_path, method):
     (tmp_path / "spawning.py").write_text(SPAWN)
-    process = Process(str(tmp_path / "spawning.py"), str(stream.pk))
+    process = Process(str(tmp_path / "spawning.py"), str(stream.pk), method)
     assert process.wait() == 0
     process.close()
     values = stored(stream)
