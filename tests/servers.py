@@ -75,6 +75,18 @@ class Role:
             cursor.execute("SELECT application_name FROM pg_stat_activity WHERE usename = %s", [self.name])
             return sorted(name for (name,) in cursor.fetchall())
 
+    def page_queries(self) -> int:
+        """How often it has run the statement that reads chunks, by the server's own count."""
+        with connection.cursor() as cursor:
+            cursor.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
+            cursor.execute(
+                """SELECT coalesce(sum(s.calls), 0) FROM pg_stat_statements AS s
+                   JOIN pg_roles AS r ON r.oid = s.userid
+                   WHERE r.rolname = %s AND s.query LIKE '%%pgstreams_chunk%%'""",
+                [self.name],
+            )
+            return int(cursor.fetchone()[0])
+
     @property
     def conninfo(self) -> str:
         """The tests' database, for this role."""

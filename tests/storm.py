@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _CHUNKS = re.compile(rb'\{"type":"chunks","stream":"[^"]*","offset":(\d+),"next":(\d+),')
-_TEXT, _CLOSE = 1, 8
+_TEXT, _CLOSE, _PING, _PONG = 1, 8, 9, 10
 _READ_BYTES = 256 * 1024
 _AGAIN_SECONDS = 0.5
 
@@ -99,6 +99,10 @@ class Viewer:
         for opcode, payload, end in frames(self._buffer):  # noqa: B007 - the last end is used
             if opcode == _TEXT:
                 self._take(payload, now)
+            elif opcode == _PING:
+                # A client has to mask; this mask changes nothing.
+                head = struct.pack("!BB", 0x80 | _PONG, 0x80 | len(payload))
+                self.socket.sendall(head + b"\0\0\0\0" + payload)
             elif opcode == _CLOSE:
                 raise WrongFrameError(f"The server closes: {payload!r}")
         self._buffer = self._buffer[end:]
@@ -166,7 +170,7 @@ class Storm:
         self._connecting.add(number)
         self._epoll.register(number, select.EPOLLOUT)
 
-    def read_while(self, unfinished: Callable[[], bool], deadline_seconds: float = 120) -> None:
+    def read_while(self, unfinished: Callable[[], bool], deadline_seconds: float = 180) -> None:
         """Take what comes while the condition holds, within a deadline. Raises `WrongFrameError`."""
         deadline = time.monotonic() + deadline_seconds
         while unfinished():

@@ -406,21 +406,7 @@ class Crowd:
         await asyncio.gather(*(websocket.close() for _, websocket in self._websockets))
 
 
-def page_queries(role):
-    """How often the server has run the statement that reads chunks, by its own count."""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            """SELECT coalesce(sum(s.calls), 0) FROM pg_stat_statements AS s
-               JOIN pg_roles AS r ON r.oid = s.userid
-               WHERE r.rolname = %s AND s.query LIKE '%%pgstreams_chunk%%'""",
-            [role.name],
-        )
-        return int(cursor.fetchone()[0])
-
-
 def test_a_crowd_costs_one_listener_and_an_append_one_read(owner, headers):
-    with connection.cursor() as cursor:
-        cursor.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
     streams = [Stream.objects.create(key=f"crowd/{number}", owner=owner) for number in range(50)]
     for stream in streams:
         stream.append("first")
@@ -439,12 +425,12 @@ def test_a_crowd_costs_one_listener_and_an_append_one_read(owner, headers):
         wait_until(lambda: daphne.look()["followers"] == 300, "all sockets are followers")
         check_sessions()
 
-        before = page_queries(daphne.role)
+        before = daphne.role.page_queries()
         assert before > 0
         streams[0].append("second")
         frames = crowd.frames(urls[0])
         assert [(frame["offset"], frame["data"]) for frame in frames] == [(1, ["second"])] * 200
-        assert 1 <= page_queries(daphne.role) - before <= 2
+        assert 1 <= daphne.role.page_queries() - before <= 2
 
         for stream in streams[1:]:
             stream.append("second")
