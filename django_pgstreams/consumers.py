@@ -291,7 +291,8 @@ class StreamConsumer(Socket):
                     left_bytes = await self._send_chunks(event.chunks, subscribed, alone=follower.is_alone)
                     if left_bytes:
                         # Whoever waits keeps nothing: what found no room is read again.
-                        event, follower.position = None, subscribed.flow.sent
+                        follower.go_back(event.chunks, subscribed.flow.sent)
+                        event = None
                         await subscribed.room(left_bytes)
                     continue
                 await self._send_event(event, subscribed)

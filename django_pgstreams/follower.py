@@ -183,6 +183,7 @@ class Follower:
         self._live = False
         self._tail_seen = -1  # the tail as this reader's own last page showed it
         self._before: int | None = None  # the time of the chunk before the position
+        self._before_run: int | None = None  # the same for the last run that was given
         self._closed = False
 
     @property
@@ -216,6 +217,11 @@ class Follower:
         """After `poll` had nothing: wait until that may have changed, and look again."""
         return await self._read_on() or self.poll()
 
+    def go_back(self, run: Run, position: int) -> None:
+        """Want the last run again, from a position in it on."""
+        self.position = position
+        self._before = run.times[position - run.first - 1] if position > run.first else self._before_run
+
     def _reset(self, epoch: str) -> Reset:
         self.epoch = epoch
         self.position = 0
@@ -234,7 +240,7 @@ class Follower:
             if not chunks:
                 return None
             self.position += len(chunks)
-            self._before = chunks.times[-1]
+            self._before_run, self._before = self._before, chunks.times[-1]
             return Chunks(chunks)
         if self._before is None:
             self._before = window.before(self.position)
@@ -292,5 +298,5 @@ class Follower:
                 if feed.behind:  # of what another read has told since
                     self._reader.mark(feed)
         self.position = page.next
-        self._before = page.before_at(page.next) or self._before
+        self._before_run, self._before = self._before, page.before_at(page.next) or self._before
         return Chunks(page.chunks) if page.chunks else None

@@ -112,6 +112,7 @@ COMMANDS = {
         r"Listening on TCP address 127\.0\.0\.1:(\d+)",
     ),
     "uvicorn": (["-m", "uvicorn", "--port", "0", _SERVED], r"running on http://127\.0\.0\.1:(\d+)"),
+    "hypercorn": (["-m", "hypercorn", "-b", "127.0.0.1:0", _SERVED], r"Running on http://127\.0\.0\.1:(\d+)"),
     "gunicorn sync": ([*_GUNICORN, "sync", "tests.preloaded:wsgi"], _GUNICORN_LISTENS),
     "gunicorn gthread": (
         [*_GUNICORN, "gthread", "--threads", "4", "tests.preloaded:wsgi"],
@@ -164,6 +165,10 @@ class ServerProcess:
         )
         assert self._process.poll() is None, self.output
         self.port = int(re.search(self._listens, self.output)[1])
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def output(self) -> str:
@@ -224,6 +229,15 @@ def serving(kind: str, **settings: Any) -> Iterator[ServerProcess]:
             server.close()
     finally:
         role.drop()
+
+
+@contextlib.contextmanager
+def untroubled(server: ServerProcess) -> Iterator[ServerProcess]:
+    """A server that has forgotten every socket at the end, and has nothing to complain of."""
+    since = server.lines_printed
+    yield server
+    server.wait_empty()
+    assert not server.trouble(since)
 
 
 def headers_of(user: Any) -> dict[str, str]:

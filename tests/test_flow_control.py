@@ -101,7 +101,8 @@ async def test_whoever_waits_reads_nothing_and_holds_nothing(owner, stream):
 
 @pytest.mark.parametrize("size", [100, 1000, 2500, 30_000])
 async def test_everything_arrives_once_and_in_order_as_it_is_acknowledged(owner, stream, size):
-    await append(stream, *(f"{number} {'é' * (size // 2)}" for number in range(40)))
+    for number in range(40):
+        await append(stream, f"{number} {'é' * (size // 2)}")
     async with visit_of(owner) as visit:
         received = 0
         while received < 40:

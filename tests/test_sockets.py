@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from django_pgstreams import conf
 from django_pgstreams.models import Stream
 from tests.cutting_proxy import CuttingProxy
-from tests.servers import ANYBODY, DEADLINE_SECONDS, Socket, headers_of, serving
+from tests.servers import ANYBODY, DEADLINE_SECONDS, Socket, headers_of, serving, untroubled
 from tests.waiting import wait_until
 
 SERVERS = ("daphne", "uvicorn")
@@ -38,15 +38,6 @@ def running(test_database, django_db_blocker):
             yield server_of
             stack.close()
             connections.close_all()
-
-
-@contextlib.contextmanager
-def untroubled(server):
-    """A server that has forgotten every socket at the end, and has nothing to complain of."""
-    since = server.lines_printed
-    yield server
-    server.wait_empty()
-    assert not server.trouble(since)
 
 
 @pytest.fixture(params=SERVERS)
