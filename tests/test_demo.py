@@ -22,6 +22,8 @@ from .demo_process import DemoDatabase, DemoProcess, Visitor, demo_database
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.once
+
 User = get_user_model()
 SLOW = {"tokens_per_second": 10, "length": 900}
 FAST = {"tokens_per_second": 200, "length": 30}

@@ -35,7 +35,9 @@ from example_project.embedded.url import database_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-DEADLINE_SECONDS = 30.0
+pytestmark = pytest.mark.once
+
+DEADLINE_SECONDS = 60.0
 
 # Runs each line of standard input as SQL and prints the answer; a new connection each time.
 # Needs nothing but the standard library, so that other interpreters and accounts can run it.

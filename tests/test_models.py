@@ -731,6 +731,7 @@ def fill(stream: Stream, count: int) -> None:
         cursor.execute("UPDATE pgstreams_stream SET next_offset = %s WHERE id = %s", [count, stream.pk])
 
 
+@pytest.mark.once
 def test_reading_takes_the_same_memory_however_long_the_stream_is(stream):
     fill(stream, 200_000)
     alive: weakref.WeakSet[Chunk] = weakref.WeakSet()

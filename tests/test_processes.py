@@ -376,6 +376,7 @@ say(["end", expected, rss_bytes() - before])
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.once
 def test_a_slow_reader_of_a_fast_stream_stays_small_and_reads_on_to_the_end(stream):
     seconds = 30
     store(stream, 100)

@@ -231,6 +231,7 @@ def make_stream(project: FreshProject, key: str, *texts: str) -> None:
     run_in(project, f"Stream.objects.create(key={key!r}).append_many({values!r}, close=True)")
 
 
+@pytest.mark.once
 def test_a_consumer_that_is_killed_copies_each_chunk_once_and_in_order(project: FreshProject) -> None:
     key = "notes/written while it is killed"
     with project.started("readme_writer.py", key) as writer, project.connect() as own:
@@ -253,6 +254,7 @@ def test_a_consumer_that_is_killed_copies_each_chunk_once_and_in_order(project: 
     assert copied(project, key) == [(number, f"note {number}") for number in range(written)]
 
 
+@pytest.mark.once
 def test_a_consumer_that_is_killed_in_its_transaction_has_done_nothing(project: FreshProject) -> None:
     key = "notes/killed in mid-transaction"
     make_stream(project, key, "a", "b", "c")
@@ -280,6 +282,7 @@ def test_a_consumer_is_told_of_a_gap_and_goes_on(project: FreshProject) -> None:
     assert copied(project, key) == [(2, "c"), (3, "d")]
 
 
+@pytest.mark.once
 def test_a_consumer_begins_again_with_another_stream_of_the_same_key(project: FreshProject) -> None:
     key = "notes/made twice"
     make_stream(project, key, "a", "b", "c")
