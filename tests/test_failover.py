@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,12 +12,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import close_old_connections
+from django.db import InternalError, close_old_connections
 from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.shared.cluster import Cluster, cluster
 from benchmarks.shared.processes import Program
-from django_pgstreams import receivers
+from django_pgstreams import hub, receivers
 from django_pgstreams.exceptions import StreamReset
 from django_pgstreams.models import Stream
 from django_pgstreams.writer import StreamWriter
@@ -40,8 +41,15 @@ pytestmark = pytest.mark.once
 RECOVERY_SECONDS = 10.0
 """Within which all go on once the address has moved; a quiet machine needs a second or two."""
 
+REFUSALS = {"LISTEN", "UPDATE"}
+
 PATIENT = {"POLL_INTERVAL_SECONDS": 300.0, "QUERY_TIMEOUT_SECONDS": 3.0, "HEALTH_CHECK_SECONDS": 1.0}
 """Whoever goes on within the recovery time was woken: no poll is due."""
+
+
+def reads() -> int:
+    """How often this process's hubs have asked for chunks."""
+    return sum(known.queries for known in hub._all())
 
 
 class Place:
@@ -143,6 +151,57 @@ def test_writers_and_readers_carry_on_and_nothing_acknowledged_is_lost(place):
     assert [values["batches"][offset] for offset in offsets] == list(range(len(offsets)))
     assert len(values["batches"]) == len(offsets)
     assert all(reader.visits == 1 and not reader.seen("reset") for reader in watching)
+
+
+def test_a_standby_is_waited_for_and_not_believed(place):
+    """The address leads to it before its promotion, and it lags behind what has been read."""
+    servers = place.servers
+    streams = [make_stream("early/append"), make_stream("early/batches")]
+    servers.wait_until_in_sync()
+    with psycopg.connect(servers.standby.address, autocommit=True) as own:
+        own.execute("SELECT pg_wal_replay_pause()")
+        paused = "SELECT pg_get_wal_replay_pause_state()"
+        wait_until(lambda: own.execute(paused).fetchone() == ("paused",), "the standby stands still")
+        writing, batching = Writing(streams[0], write_by_append), Batching(streams[1])
+        readers = [Following(stream) for stream in streams]
+        wait_until(lambda: all(len(reader.values) > 20 for reader in readers), "all is read")
+        servers.proxy.move(servers.standby.socket)
+        servers.proxy.reset()
+        refused = re.compile(r"cannot execute (\w+)").findall
+        wait_until(lambda: set(refused(servers.standby.log)) >= REFUSALS, "it refuses")
+        queries = reads()
+        wait_until(lambda: reads() > queries + 3, "it is read from, in vain")
+    tails = [len(reader.values) for reader in readers]
+    servers.promote()
+    for reader, tail in zip(readers, tails, strict=True):
+        wait_until(lambda reader=reader, tail=tail: len(reader.values) > tail + 20, "it is read on")
+    for part in (writing, batching, *readers):
+        part.end()
+    assert any(isinstance(error, InternalError) for error in writing.ledger.failures)
+    for stream, reader in zip(streams, readers, strict=True):
+        values = stored(stream)
+        assert values == list(range(len(values)))
+        assert reader.values == values[: len(reader.values)]
+    assert [future.result() for future in batching.futures] == list(range(len(batching.futures)))
+
+
+def test_an_old_primary_that_falls_silent_is_left(place):
+    """No reset and no end reaches its clients: the host is gone, or the network to it."""
+    stream = make_stream("silent")
+    batching = Batching(stream)
+    following = Following(stream)
+    wait_until(lambda: len(following.values) > 300, "it is read")
+    place.servers.wait_until_in_sync()
+    place.servers.proxy.strand()
+    place.servers.promote()
+    acknowledged, tail = batching.acknowledged, len(following.values)
+    wait_until(lambda: batching.acknowledged > acknowledged + 300, "it is stored again")
+    wait_until(lambda: len(following.values) > tail + 300, "it is read on")
+    batching.end()
+    values = stored(stream)
+    wait_until(lambda: following.values == values, "all is read")
+    following.end()
+    assert [future.result() for future in batching.futures] == list(range(len(values)))
 
 
 # A standby that lacks what was acknowledged ------------------------------------------------------------
