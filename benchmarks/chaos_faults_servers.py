@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from typing import ClassVar
 
@@ -110,7 +111,7 @@ class FailedOver(Fault):
 
 
 class SessionFrozen(Fault):
-    """A writer loses its connection in mid-statement, and the server's process goes on with it much later.
+    """A writer loses its connection in mid-batch, and the server's process goes on with it much later.
 
     What a writer sent and took for lost may then be stored yet, behind the back of whoever sent it again.
     """
@@ -118,24 +119,43 @@ class SessionFrozen(Fault):
     kind = "session frozen"
     hold_seconds = 1.0
 
+    _LOOK_SECONDS = 3.0
+    _FROZEN_AT_MOST_SECONDS = 3.0
+
     _ACTIVE = """
         SELECT pid FROM pg_stat_activity
         WHERE application_name = 'pgstreams-writer' AND state = 'active' AND wait_event IS NULL
           AND datname = current_database()
     """
-    _LOOK_SECONDS = 3.0
+    # It has taken offsets, and has not come to the writer's row.
+    _IN_MID_BATCH = """
+        SELECT 'pgstreams_stream' = ANY (locked) AND 'pgstreams_writer' <> ALL (locked)
+        FROM (
+            SELECT coalesce(array_agg(relation::regclass::text), '{}') FROM pg_locks
+            WHERE pid = %s AND relation IS NOT NULL
+        ) AS its (locked)
+    """
 
     def inject(self, world: World) -> None:
         self._frozen: int | None = None
         self._before = world.sessions("pgstreams-writer").keys()
+        deadline = time.monotonic() + self._LOOK_SECONDS
         with world.admin() as admin:
-            deadline = time.monotonic() + self._LOOK_SECONDS
             while self._frozen is None and time.monotonic() < deadline:
-                if active := admin.execute(self._ACTIVE).fetchall():
-                    [self._frozen] = world.random.choice(active)
-                    os.kill(self._frozen, signal.SIGSTOP)
+                for (pid,) in admin.execute(self._ACTIVE).fetchmany(1):
+                    self._freeze(pid)
+                    [(is_in_mid_batch,)] = admin.execute(self._IN_MID_BATCH, [pid]).fetchall()
+                    if not is_in_mid_batch:
+                        self._go_on()
         world.proxy.reset()
         self._seen = nothing_acknowledged(world)
+
+    def _freeze(self, pid: int) -> None:
+        self._frozen = pid
+        # It may hold a lock that whoever looks needs.
+        self._in_any_case = threading.Timer(self._FROZEN_AT_MOST_SECONDS, os.kill, [pid, signal.SIGCONT])
+        self._in_any_case.start()
+        os.kill(pid, signal.SIGSTOP)
 
     def observed(self, world: World) -> bool:
         """It outlives its client, who has a new session; or it had a lock that everybody needs."""
@@ -147,6 +167,11 @@ class SessionFrozen(Fault):
         return self._frozen in there and bool(there - self._before)
 
     def heal(self, world: World) -> None:
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self._frozen is not None:
+            self._in_any_case.cancel()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._frozen, signal.SIGCONT)
+            self._frozen = None
