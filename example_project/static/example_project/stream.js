@@ -18,9 +18,11 @@
 class StreamFollower {
   static PROTOCOL = "pgstreams.v1";
   static STALLED = 4408; // this page was asleep: the one close code of its kind that is not final
+  static ASKS_FOR_TIME = [1012, 1013]; // the server restarts, or has too much to do
   static STATUSES = ["connecting", "replaying", "live", "waiting", "finished", "refused"];
   static FIRST_DELAY_MS = 250;
   static MAX_DELAY_MS = 10_000;
+  static STABLE_MS = 10_000; // a connection that lasted so long has not failed
   static OPEN_TIMEOUT_MS = 10_000;
   static SILENCE_MS = 60_000; // more than two heartbeats of the server
   static ACK_DELAY_MS = 100;
@@ -31,7 +33,7 @@ class StreamFollower {
   #socket = null;
   #attempts = 0;
   #lastFrameAt = 0;
-  #timers = { retry: null, silence: null, ack: null };
+  #timers = { retry: null, silence: null, stable: null, ack: null };
   #done = false;
 
   /** The offset wanted next. */
@@ -101,6 +103,7 @@ class StreamFollower {
     if (code === 1000 || (code >= 4400 && code < 4500 && code !== StreamFollower.STALLED)) {
       this.#finish("refused", { code, message: reason });
     } else {
+      if (StreamFollower.ASKS_FOR_TIME.includes(code)) this.#attempts = Math.max(this.#attempts, 6);
       this.#lose();
     }
   }
@@ -121,6 +124,7 @@ class StreamFollower {
     const socket = this.#socket;
     this.#socket = null;
     clearTimeout(this.#timers.silence);
+    clearTimeout(this.#timers.stable);
     clearTimeout(this.#timers.ack);
     this.#timers.ack = null;
     if (socket) socket.close(code);
@@ -163,7 +167,7 @@ class StreamFollower {
       case "chunks":
         return this.#chunks(frame);
       case "live":
-        return this.#live();
+        return this.#setStatus("live");
       case "gap":
         return this.#gap(frame);
       case "reset":
@@ -178,6 +182,8 @@ class StreamFollower {
 
   #subscribed(frame) {
     this.connections += 1;
+    clearTimeout(this.#timers.stable);
+    this.#timers.stable = setTimeout(() => (this.#attempts = 0), StreamFollower.STABLE_MS);
     // A position is of its own epoch until a reset says otherwise; that frame may yet be lost.
     this.epoch ??= frame.epoch;
     this.contentType = frame.content_type;
@@ -194,15 +200,9 @@ class StreamFollower {
     const fresh = data.slice(this.position - offset);
     if (fresh.length === 0) return;
     const first = this.position;
-    this.#attempts = 0;
     this.position = next;
     this.#handlers.onChunks?.({ offset: first, data: fresh });
     this.#acknowledgeSoon();
-  }
-
-  #live() {
-    this.#attempts = 0;
-    this.#setStatus("live");
   }
 
   #gap({ first }) {
