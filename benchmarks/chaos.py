@@ -76,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--defect", choices=DEFECTS, help="put it into the running product, to see that the run fails"
     )
     parser.add_argument(
+        "--logs", type=Path, metavar="DIRECTORY", help="keep what the processes say on standard error there"
+    )
+    parser.add_argument(
         "--rate", type=float, default=RATE, help="chunks a second while all is well (%(default)g)"
     )
 
@@ -97,7 +100,7 @@ def measure(run: Run) -> Result:
         if run.options.defect:
             environment[VARIABLE] = run.options.defect
         cast = Cast(servers, database, Path(directory), seed, run.options.rate, environment)
-        with cast.playing():
+        with cast.playing(run.options.logs):
             occurrences, ended = play(run, cast, cast.world(random.Random(seed), slow_disk))
     return result(run, seed, occurrences, ended)
 

@@ -142,8 +142,8 @@ class Cast:
         )
 
     @contextlib.contextmanager
-    def playing(self) -> Iterator[None]:
-        """Everything runs; what still does in the end is killed."""
+    def playing(self, logs: Path | None = None) -> Iterator[None]:
+        """Everything runs; what still does in the end is killed. What it said is kept in a directory."""
         with self.watch:
             try:
                 for group in ([self.relay, *self.servers], [self.keeper, *self.writers, *self.readers]):
@@ -153,6 +153,8 @@ class Cast:
             finally:
                 for process in self.all:
                     process.leave()
+                    if logs is not None:
+                        process.keep_log(logs)
 
     def check(self) -> None:
         """Raises `BenchmarkError` if a process has ended by itself."""

@@ -31,8 +31,7 @@ class Process:
         self.kind = kind
         self._start = start
         self._program: Program | None = None
-        self.said: list[str] = []
-        """What its earlier lives said on standard error."""
+        self._said: list[str] = []
 
     @property
     def pid(self) -> int:
@@ -104,7 +103,12 @@ class Process:
         if self._program is not None:
             self._signal(signal.SIGKILL)
             self._program.__exit__()
-            self.said.append(self._program.errors)
+            self._said.append(self._program.errors)
+
+    def keep_log(self, directory: Path) -> None:
+        """Write down what all its lives said on standard error."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{self.name}.log").write_text("".join(self._said), encoding="utf-8")
 
     def check(self) -> None:
         """Raises `BenchmarkError` if it has ended by itself."""
