@@ -85,6 +85,11 @@ class Program:
         self._process.send_signal(number)
         return self.wait()
 
+    def interrupt(self) -> int:
+        """End it as Ctrl-C does, which its children get too, and return the exit code."""
+        os.killpg(self._process.pid, signal.SIGINT)
+        return self.wait()
+
     def close(self) -> None:
         """Make sure that it is gone, with its children, however the test went."""
         with contextlib.suppress(ProcessLookupError):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from django_pgstreams.models import Stream
 
-pytestmark = pytest.mark.usefixtures("live")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("live")]
 READ_POOL_SIZE = 3
 EVENT_LOOPS = 2
 STREAMS = 10
