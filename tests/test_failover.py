@@ -16,7 +16,7 @@ from django.db import InternalError, close_old_connections
 from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.shared.cluster import Cluster, cluster
-from benchmarks.shared.processes import Program
+from benchmarks.shared.processes import PROJECT_ROOT, Program
 from django_pgstreams import hub, receivers
 from django_pgstreams.exceptions import StreamReset
 from django_pgstreams.models import Stream
@@ -41,6 +41,7 @@ pytestmark = pytest.mark.once
 RECOVERY_SECONDS = 10.0
 """Within which all go on once the address has moved; a quiet machine needs a second or two."""
 
+README = PROJECT_ROOT / "README.md"
 REFUSALS = {"LISTEN", "UPDATE"}
 
 PATIENT = {"POLL_INTERVAL_SECONDS": 300.0, "QUERY_TIMEOUT_SECONDS": 3.0, "HEALTH_CHECK_SECONDS": 1.0}
@@ -269,6 +270,22 @@ def test_chunks_that_were_lost_are_a_reset_never_a_silent_hole(lossy):
             wait_until(lambda reader=reader, name=name: reader.values == old + new[name], "it is read anew")
             assert [frame["epoch"] for frame in reader.seen("reset")] == [streams[name].epoch]
             reader.end()
+
+
+def test_with_new_epochs_whoever_comes_back_later_is_told_too(lossy):
+    """The statement that README has for it, given before the address moves."""
+    stream = make_stream("later")
+    epoch = stream.epoch
+    append(stream, *values_of("old", 0, 5))
+    with lost(lossy):
+        append(stream, *values_of("lost", 5, 10))
+    with psycopg.connect(lossy.servers.primary.address, dbname=lossy.database, autocommit=True) as own:
+        own.execute(re.search(r"^UPDATE pgstreams_stream SET epoch.*;$", README.read_text(), re.MULTILINE)[0])
+    append(stream, *values_of("new", 5, 15))
+    with pytest.raises(StreamReset) as reset:
+        Following(stream, 10, epoch).done.result(60)
+    stream.refresh_from_db()
+    assert reset.value.epoch == stream.epoch != epoch
 
 
 def test_who_has_read_nothing_that_was_lost_goes_on(lossy):

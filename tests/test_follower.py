@@ -7,7 +7,7 @@ import datetime
 
 import pytest
 
-from django_pgstreams.follower import Feed
+from django_pgstreams.follower import Closed, Feed
 from django_pgstreams.pages import Page, Run, StreamRow
 from django_pgstreams.window import Window
 
@@ -64,3 +64,17 @@ async def test_whoever_is_to_learn_that_it_is_live_is_woken_by_any_read_once(fee
     feed.waiting.add(later := asyncio.get_running_loop().create_future())
     feed.take(QUIET, 1000)
     assert not later.done()
+
+
+async def test_a_page_of_other_chunks_empties_the_window_and_wakes_everybody(feed):
+    [future] = feed.waiting
+    feed.window = Window(2, 10)
+    feed.take(Page(2, ROW, NOTHING, None, 11), 1000)
+    assert feed.window is None
+    assert future.done()
+
+
+async def test_the_end_of_other_chunks_is_not_a_readers_end(feed):
+    feed.take(Page(2, ROW._replace(state="completed"), NOTHING, None, 11), 1000)
+    assert feed.end_at(2, 10) is None
+    assert feed.end_at(2, 11) == feed.end_at(2, None) == Closed(2, "completed", "")

@@ -91,6 +91,36 @@ def test_pages_come_in_the_order_in_which_they_were_wanted():
     assert [offsets(one) for one in found] == [[1], [4, 5]]
 
 
+def seen_from(position: int, before: int | None, *, tail: int = 10) -> pages.Page:
+    """An empty page, with the time of the chunk before it."""
+    found = pages.from_rows(
+        [position], [(*row(None, tail=tail), None if before is None else before.to_bytes(8, "big"))]
+    )
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("found", "before", "continues"),
+    [
+        (seen_from(5, 700), 700, True),
+        (seen_from(5, 700), 800, False),
+        (seen_from(5, 700), None, True),
+        (seen_from(5, None), 700, True),
+        (seen_from(5, 700, tail=4), 700, False),
+        (seen_from(5, None, tail=4), None, False),
+    ],
+    ids=["same", "another", "nothing known", "trimmed", "beyond the tail", "beyond it, unknown"],
+)
+def test_a_page_continues_what_was_read_if_the_chunk_before_it_is_the_same(found, before, continues):
+    assert found.continues(before) == continues
+
+
+def test_a_page_knows_the_time_before_each_of_its_positions():
+    times = BINARY_TIMES[EARLIER] + BINARY_TIMES[NOW]
+    [found] = pages.from_rows([3], [(*row(3, [])[:9], [b"a", b"b"], times, (700).to_bytes(8, "big"))])
+    assert [found.before_at(position) for position in (3, 4, 5)] == [700, -1, 820_540_800_000_000]
+
+
 @pytest.fixture
 def stored(live):
     made = [Stream.objects.create(key=f"pages/{number}") for number in range(3)]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from django_pgstreams.pages import Run
+from django_pgstreams.pages import Page, Run, StreamRow
 from django_pgstreams.window import Window
 
 NOW = 820_540_800_000_000  # microseconds, as Postgres counts them
@@ -118,3 +118,50 @@ def test_what_has_left_it_takes_no_memory():
     for first in range(0, 10_000, 10):
         window.extend(run(first, 10), 100)
     assert len(window._payloads) == len(window._times) <= 2 * (window.end - window.start) + 2
+
+
+def timed(first: int, *times: int) -> Run:
+    return Run(first, [b"x"] * len(times), list(times))
+
+
+def page(first: int, *times: int, before: int | None = None, tail: int = 20) -> Page:
+    return Page(first, StreamRow(1, "", "", "open", "", tail, 0), timed(first, *times), None, before)
+
+
+def test_it_knows_the_time_before_each_position_also_before_what_it_has_dropped():
+    window = Window(5, 40)
+    window.extend(timed(5, 50, 60, 70), PLENTY)
+    assert [window.before(position) for position in range(4, 10)] == [None, 40, 50, 60, 70, None]
+    window.extend(timed(8, 80), 2)
+    assert (window.start, window.before(7)) == (7, 60)
+
+
+@pytest.mark.parametrize(
+    ("found", "agrees"),
+    [
+        (page(8, 80, before=70), True),
+        (page(8, 80, before=71), False),
+        (page(8, before=None), True),
+        (page(6, 60, 70, 80, before=50), True),
+        (page(6, 60, 71, 81, before=50), False),
+        (page(6, 61, before=50), False),
+        (page(8, before=None, tail=7), False),
+        (page(9, 91, before=81), True),
+        (page(3, 31, 41, 51), True),
+    ],
+    ids=[
+        "goes on",
+        "goes on otherwise",
+        "before is trimmed",
+        "overlaps",
+        "overlaps otherwise",
+        "lies within otherwise",
+        "beyond the tail",
+        "lies behind",
+        "lies before",
+    ],
+)
+def test_a_page_agrees_with_it_if_the_last_chunk_of_both_is_the_same(found, agrees):
+    window = Window(5, 40)
+    window.extend(timed(5, 50, 60, 70), PLENTY)
+    assert window.agrees(found) == agrees
