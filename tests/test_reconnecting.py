@@ -1,6 +1,6 @@
 """How long the two browser clients wait before they come back: the README's page, and the example project's.
 
-Each runs in Chromium as it is, but on a clock and with sockets that the test moves: a hundred drops take no time.
+Each runs in Chromium as it is, on a clock and with sockets that the test moves: a hundred drops take no time.
 """
 
 from __future__ import annotations
