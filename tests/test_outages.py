@@ -207,7 +207,7 @@ def test_a_web_server_with_sockets_ends_in_time(proxy):
 def test_a_listener_that_is_ended_again_and_again_is_always_replaced_by_one(settings, stream):
     settings.PGSTREAMS = {"POLL_INTERVAL_SECONDS": NEVER_SECONDS}
     following = Follower(stream, "default")
-    for times in range(1, 21):
+    for times in range(1, 51):
         [_] = wait_until(lambda: len(found := sessions("listener")) == 1 and found, "one session listens")
         assert terminate("listener") == 1
         store(stream, 1)
@@ -216,7 +216,7 @@ def test_a_listener_that_is_ended_again_and_again_is_always_replaced_by_one(sett
     following.wait_until_woken(stream)
     assert len(sessions("listener")) == 1
     stream.close()
-    assert following.values() == [*range(20), "woken"]
+    assert following.values() == [*range(50), "woken"]
 
 
 # A server that goes and comes back -------------------------------------------------------------------------

@@ -397,20 +397,39 @@ class Crowd:
         await asyncio.gather(*(websocket.close() for _, websocket in self._websockets))
 
 
-def test_a_crowd_costs_one_listener_and_an_append_one_read(owner, headers):
+def replace_listener(server):
+    """End the listening session of a server, and wait for another."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE usename = %s AND application_name = 'pgstreams-listener'",
+            [server.role.name],
+        )
+        [ended] = cursor.fetchall()
+    assert ended == (True,)
+    wait_until(lambda: "pgstreams-listener" not in server.role.sessions(), "its listener is gone")
+    wait_until(lambda: "pgstreams-listener" in server.role.sessions(), "it listens again")
+
+
+@pytest.mark.parametrize("conn_max_age", [0, pytest.param(60, marks=pytest.mark.once)])
+def test_a_crowd_costs_one_listener_and_an_append_one_read(owner, headers, conn_max_age):
     streams = [Stream.objects.create(key=f"crowd/{number}", owner=owner) for number in range(50)]
     for stream in streams:
         stream.append("first")
     # 300 sockets over 50 streams, 200 of them on one.
     counts = [200, *(3 if number <= 2 else 2 for number in range(1, 50))]
     assert sum(counts) == 300
-    with serving("daphne", PGSTREAMS={"POLL_INTERVAL_SECONDS": 300}) as daphne, Crowd() as crowd:
+    rarely = {"POLL_INTERVAL_SECONDS": 300, "HEARTBEAT_SECONDS": 300}
+    given = {"PGSTREAMS": rarely, "DATABASE": {"CONN_MAX_AGE": conn_max_age}}
+    with serving("daphne", **given) as daphne, Crowd() as crowd:
         urls = [daphne.url(stream.key, offset=1) for stream in streams]
 
         def check_sessions():
             names = daphne.role.sessions()
             assert names.count("pgstreams-listener") == 1
-            assert len(names) - 1 <= conf.get().READ_POOL_SIZE, names
+            assert names.count("pgstreams-reader") <= conf.get().READ_POOL_SIZE
+            # Django's own: of the one thread that looks streams up.
+            assert names.count("") <= bool(conn_max_age), names
 
         crowd.come([url for url, count in zip(urls, counts, strict=True) for _ in range(count)], headers)
         wait_until(lambda: daphne.look()["followers"] == 300, "all sockets are followers")
@@ -429,6 +448,12 @@ def test_a_crowd_costs_one_listener_and_an_append_one_read(owner, headers):
             frames = crowd.frames(url)
             assert [(frame["offset"], frame["data"]) for frame in frames] == [(1, ["second"])] * count
         check_sessions()
+        if conn_max_age:
+            for _ in range(5):
+                replace_listener(daphne)
+            check_sessions()
+            streams[0].append("third")
+            assert [frame["data"] for frame in crowd.frames(urls[0])] == [["third"]] * 200
 
 
 def test_a_burst_arrives_whole_while_others_come_and_go(daphne, stream, headers):
