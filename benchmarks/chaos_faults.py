@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.chaos_context import Fault
-from benchmarks.chaos_faults_network import BlackHole, ConnectionsReset
+from benchmarks.chaos_faults_network import BlackHole, ConnectionsReset, LostAtCommit
 from benchmarks.chaos_faults_notifications import NotificationsFail, NotificationsLost, QueueFull
 from benchmarks.chaos_faults_processes import (
     ReaderKilled,
@@ -25,7 +25,7 @@ from benchmarks.chaos_faults_servers import (
 FAULTS: tuple[type[Fault], ...] = (
     *(WriterKilled, ServerKilled, RelayKilled, ReaderKilled, ReaderStopped),
     *(SessionsTerminated, SessionKilled, SessionFrozen, RestartedFast, RestartedImmediately, FailedOver),
-    *(BlackHole, ConnectionsReset),
+    *(BlackHole, ConnectionsReset, LostAtCommit),
     *(NotificationsFail, NotificationsLost, QueueFull),
     *(RowsLocked, DiskSlow),
 )

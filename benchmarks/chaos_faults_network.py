@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from benchmarks.chaos_context import Fault, World
 from benchmarks.chaos_faults_seen import gone, nothing_acknowledged
 
@@ -51,3 +53,35 @@ class ConnectionsReset(Fault):
 
     def heal(self, world: World) -> None:
         world.proxy.come_up()
+
+
+class LostAtCommit(Fault):
+    """Every connection is reset while a writer's batch is being flushed: it is stored, and nobody is told."""
+
+    kind = "lost at commit"
+
+    _MILLISECONDS = 300
+    _LOOK_SECONDS = 3.0
+    _COMMITS = """
+        SELECT EXISTS (
+            SELECT FROM pg_stat_activity
+            WHERE application_name = 'pgstreams-writer' AND datname = current_database()
+              AND wait_event IN ('WalSync', 'WALWrite', 'SyncRep')
+        )
+    """
+
+    def inject(self, world: World) -> None:
+        self._was_committing = False
+        deadline = time.monotonic() + self._LOOK_SECONDS
+        world.disk.slow_down(self._MILLISECONDS)
+        with world.admin() as admin:
+            while not self._was_committing and time.monotonic() < deadline:
+                [(self._was_committing,)] = admin.execute(self._COMMITS).fetchall()
+        self._seen = gone(world, world.sessions())
+        world.proxy.reset()
+
+    def observed(self, world: World) -> bool:
+        return self._was_committing and self._seen()
+
+    def heal(self, world: World) -> None:
+        world.disk.slow_down(0)

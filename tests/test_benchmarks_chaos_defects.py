@@ -12,7 +12,7 @@ from benchmarks import chaos, chaos_run, chaos_schedule
 from benchmarks.__main__ import main
 from benchmarks.chaos_defects import DEFECTS
 from benchmarks.chaos_disk import disk
-from benchmarks.chaos_faults_network import ConnectionsReset
+from benchmarks.chaos_faults_network import LostAtCommit
 from benchmarks.chaos_faults_servers import SessionFrozen, SessionsTerminated
 from benchmarks.shared.cluster import cluster
 
@@ -28,7 +28,7 @@ FINDS = {
     "delivered-twice": "duplicates",
 }
 """What each defect leads to."""
-SHOWN_BY = {"no-fence": (SessionFrozen, 2), "stored-twice": (ConnectionsReset, 2)}
+SHOWN_BY = {"no-fence": (SessionFrozen, 2), "stored-twice": (LostAtCommit, 2)}
 """The fault without which a defect does no harm, and for how many seconds it comes again."""
 
 
