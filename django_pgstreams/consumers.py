@@ -3,7 +3,7 @@
 Invariant: not a byte of a stream leaves before `has_permission` has allowed it, a stream that is unknown
 looks like one that is forbidden, and whatever ends the socket ends its subscriptions (`sockets`).
 
-Close codes: 1000 after the end of the one stream of a one-stream URL; 1011 for a failure here, worth another
+Close codes: 1000 after the end of the one stream of a one-stream URL; 4500 for a failure here, worth another
 try; 4400 for a URL that cannot be understood; 4403 for a stream that this user may not see or that does not
 exist; 4408 for a client that takes nothing for too long, and may come back.
 """
@@ -31,7 +31,7 @@ from .wire import BadFrame, ClientFrame
 logger = logging.getLogger(__name__)
 
 CLOSE_ENDED = 1000
-CLOSE_FAILED = 1011
+CLOSE_FAILED = 4500  # Daphne refuses to send 1011, and leaves the socket open
 CLOSE_BAD_REQUEST = 4400
 CLOSE_REFUSED = 4403
 CLOSE_STALLED = 4408
@@ -86,7 +86,7 @@ class StreamConsumer(Socket):
     """
 
     async def get_stream(self, key: str) -> Stream | None:
-        """The stream of a key, or None. Raising refuses: with 1011 if the database is away, else for good."""
+        """The stream of a key, or None. Raising refuses: with 4500 if the database is away, else for good."""
         return await lookups.stream(key, router.db_for_write(Stream))
 
     async def has_permission(self, stream: Stream, action: str) -> bool:

@@ -105,7 +105,7 @@ async def test_a_database_that_is_away_refuses_but_not_for_good(owner, stream, s
     async with Visit(f"/ws/streams/{key}/", owner, consumer=consumer) as visit:
         error = await visit.frame()
         assert (error["type"], error["code"], error["stream"]) == ("error", "unavailable", key)
-        assert await visit.close_code() == 1011
+        assert await visit.close_code() == 4500
     (record,) = log()
     assert "the connection is lost" in record.getMessage()
     async with Visit(user=owner, consumer=consumer) as visit:

@@ -430,7 +430,7 @@ async def test_stored_bytes_that_are_no_text_are_named_after_what_precedes_them(
         assert frames[2]["code"] == "unreadable"
         assert "Chunk 2 " in frames[2]["message"]
         assert "from 3 " in frames[2]["message"]
-        assert await visit.close_code() == 1011
+        assert await visit.close_code() == 4500
     (record,) = log()
     assert record.exc_info is None
     # The way round it that the message names.
