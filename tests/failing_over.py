@@ -276,13 +276,9 @@ class Watching:
         """The frames of a type so far."""
         return [frame for frame in self.frames if frame["type"] == kind]
 
-    def cut(self) -> None:
-        """Lose the connection; it comes back."""
-        if self._socket is not None:
-            self._socket.vanish()
-
     def end(self) -> None:
         """Leave for good."""
         self._left = True
-        self.cut()
+        if self._socket is not None:
+            self._socket.websocket.close()
         self.done.result(60)

@@ -38,8 +38,16 @@ class Cluster:
     Clients use `address`, by way of `proxy`; faults happen to `primary`, `standby` and `proxy`.
     """
 
-    def __init__(self, directory: Path, *, synchronous: bool, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        synchronous: bool,
+        settings: Mapping[str, str],
+        environment: Mapping[str, str],
+    ) -> None:
         self._directory = directory
+        self._settings = SETTINGS | dict(settings)
         self._synchronous = synchronous
         self._environment = environment
         self._numbers = itertools.count(1)
@@ -58,7 +66,7 @@ class Cluster:
     def _new_node(self) -> Node:
         directory = self._directory / str(next(self._numbers))
         directory.mkdir()
-        return Node(directory, settings=SETTINGS, environment=self._environment)
+        return Node(directory, settings=self._settings, environment=self._environment)
 
     @property
     def address(self) -> str:
@@ -147,7 +155,12 @@ def _value(own: psycopg.Connection[Any], query: Any, *values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def cluster(*, synchronous: bool, environment: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+def cluster(
+    *,
+    synchronous: bool,
+    settings: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Cluster]:
     """A primary with a standby, stopped and removed at the end.
 
     Where it is synchronous, a commit is acknowledged when the standby has it on its disk too.
@@ -157,7 +170,9 @@ def cluster(*, synchronous: bool, environment: Mapping[str, str] | None = None) 
         directory = Path(name)
         directory.chmod(0o711)
         try:
-            made = Cluster(directory, synchronous=synchronous, environment=environment or {})
+            made = Cluster(
+                directory, synchronous=synchronous, settings=settings or {}, environment=environment or {}
+            )
         except EmbeddedPostgresError as error:
             raise BenchmarkError(str(error)) from error
         try:
