@@ -115,12 +115,13 @@ def play(run: Run, cast: Cast, world: Any) -> tuple[list[Occurrence], Ended]:
     memory, connections = cast.memory(), cast.connections()
     occurrences = []
     # What does not even begin well is not made to fail.
-    until = time.monotonic() + (run.seconds if start.is_well else 0)
+    began = time.monotonic()
+    until = began + (run.seconds if start.is_well else 0)
     with run.progress("faults", run.seconds):
         only = run.options.fault
         kinds = shuffled([kind for kind in FAULTS if not only or kind.kind in only], world.random)
         for occurrence in run_faults(kinds, world, cast.watch, until, cast.check):
-            print(told(occurrence), file=sys.stderr, flush=True)
+            print(told(occurrence, began), file=sys.stderr, flush=True)
             occurrences.append(occurrence)
     with run.progress("coming to rest", IDLE_SECONDS):
         wait_until(lambda: not cast.above_budget(), 4 * IDLE_SECONDS)
@@ -136,11 +137,11 @@ def play(run: Run, cast: Cast, world: Any) -> tuple[list[Occurrence], Ended]:
     return occurrences, ended
 
 
-def told(occurrence: Occurrence) -> str:
+def told(occurrence: Occurrence, began: float) -> str:
     """A line about a fault."""
     seen = "observed" if occurrence.observed else "NOT OBSERVED"
     return (
-        f"{occurrence.at_seconds:7.1f} s  {occurrence.kind:<26} {occurrence.seconds:5.1f} s  {seen:<12} "
+        f"{occurrence.began - began:7.1f} s  {occurrence.kind:<26} {occurrence.seconds:5.1f} s  {seen:<12} "
         f"recovery {occurrence.recovery_seconds:5.2f} s "
         f"({occurrence.last})  {occurrence.errors} errors"
     )
@@ -170,21 +171,23 @@ def result(run: Run, seed: int, occurrences: list[Occurrence], ended: Ended) -> 
             "streams": ended.streams,
         },
     }
-    return Result(rows(occurrences), bars(run.seconds, occurrences, ended), data)
+    return Result(rows(occurrences, ended), bars(run.seconds, occurrences, ended), data)
 
 
-def rows(occurrences: list[Occurrence]) -> list[dict[str, Any]]:
+def rows(occurrences: list[Occurrence], ended: Ended) -> list[dict[str, Any]]:
     """What each kind of fault did."""
     found = []
     for kind in sorted({occurrence.kind for occurrence in occurrences}):
         own = [occurrence for occurrence in occurrences if occurrence.kind == kind]
         recoveries = [occurrence.recovery_seconds for occurrence in own]
+        standstills = [occurrence.standstill_seconds(ended.acknowledged_at) for occurrence in own]
         found.append(
             {
                 "fault": kind,
                 "made": len(own),
                 "observed": sum(occurrence.observed for occurrence in own),
                 "errors": sum(occurrence.errors for occurrence in own),
+                "standstill, worst s": round(max(standstills), 2),
                 "recovery, median s": round(statistics.median(recoveries), 2),
                 "worst": round(max(recoveries), 2),
             }
@@ -228,8 +231,8 @@ def plot(figure: Figure, report: dict[str, Any]) -> None:
     over_time, by_kind = figure.subplots(1, 2, width_ratios=(2, 1), sharey=True)
     for occurrence in occurrences:
         place = kinds.index(occurrence["kind"])
-        begin = occurrence["at_seconds"] / 60
-        over_time.plot([begin, begin + occurrence["seconds"] / 60], [place] * 2, linewidth=4, color="C3")
+        begin = (occurrence["began"] - occurrences[0]["began"]) / 60
+        over_time.plot([begin, begin + occurrence["seconds"] / 60], [place] * 2, ".-", linewidth=4, color="C3")
         by_kind.plot(occurrence["recovery_seconds"], place, ".", color="C0", alpha=0.6)
     over_time.set_yticks(range(len(kinds)), kinds, fontsize=6)
     over_time.set_xlabel("minutes", fontsize=7)

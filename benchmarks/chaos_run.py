@@ -6,19 +6,20 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from benchmarks.chaos_check import Finding, Reading, check
+from benchmarks.chaos_check import Array, Finding, Reading, check
 from benchmarks.chaos_context import ADMIN, World
 from benchmarks.chaos_disk import Disk
-from benchmarks.chaos_ledger import Streams
+from benchmarks.chaos_ledger import Kind, Streams
 from benchmarks.chaos_stored import read_tables
 from benchmarks.chaos_watch import Growing, Watch
 from benchmarks.chaos_workers import Process, Surroundings
@@ -61,6 +62,8 @@ class Ended:
     received: int
     """By all readers together."""
     streams: int
+    acknowledged_at: Array
+    """When, sorted."""
     memory: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Of each process that lives as long as the run: MiB in its beginning and at its end."""
     connections: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -234,7 +237,13 @@ class Cast:
             unknown=self.watch.errors(),
             received=sum(self.watch.received(name) for name in READERS),
             streams=len(tables.tails),
+            acknowledged_at=acknowledgements(ledgers[process.name] for process in self._appending),
         )
+
+
+def acknowledgements(ledgers: Iterable[Array]) -> Array:
+    """The times of all that was acknowledged, sorted."""
+    return np.sort(np.concatenate([own["at"][own["kind"] == Kind.STORED] for own in ledgers]))
 
 
 def wait_until(condition: Callable[[], Any], seconds: float) -> bool:

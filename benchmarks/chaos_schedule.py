@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import psycopg
 
 from benchmarks.chaos_context import Fault, World
-from benchmarks.chaos_watch import Watch
+from benchmarks.chaos_watch import Array, Watch
 
 _LOOK_SECONDS = 0.02
 RECOVERY_PATIENCE_SECONDS = 20.0
@@ -30,10 +31,17 @@ class Occurrence:
     """Who was the last one to recover."""
     errors: int
     """Appends that failed or are unknown."""
-    at_seconds: float
-    """When it began, counted from the first one."""
+    began: float
+    """When, by `CLOCK_MONOTONIC`."""
     seconds: float
     """How long it was, from its beginning to its end."""
+
+    def standstill_seconds(self, acknowledged_at: Array) -> float:
+        """For how long, from its beginning to recovery, nothing at all was acknowledged; times are sorted."""
+        end = self.began + self.seconds + self.recovery_seconds
+        first, last = np.searchsorted(acknowledged_at, (self.began, end))
+        times = np.concatenate(([self.began], acknowledged_at[first:last], [end]))
+        return float(np.diff(times).max())
 
 
 def shuffled(kinds: Sequence[type[Fault]], chance: random.Random) -> Iterator[type[Fault]]:
@@ -50,14 +58,13 @@ def run_faults(
     check: Callable[[], None],
 ) -> Iterator[Occurrence]:
     """Faults until that time; `check` raises if something ended that no fault has ended."""
-    began = time.monotonic()
     while time.monotonic() < until:
-        yield _run_fault(next(kinds)(), world, watch, began)
+        yield _run_fault(next(kinds)(), world, watch)
         check()
         time.sleep(world.random.uniform(*_PAUSE_SECONDS))
 
 
-def _run_fault(fault: Fault, world: World, watch: Watch, began: float) -> Occurrence:
+def _run_fault(fault: Fault, world: World, watch: Watch) -> Occurrence:
     errors, at = watch.errors(), time.monotonic()
     try:
         fault.inject(world)
@@ -76,7 +83,7 @@ def _run_fault(fault: Fault, world: World, watch: Watch, began: float) -> Occurr
         recovery.seconds,
         recovery.last,
         watch.errors() - errors,
-        at - began,
+        at,
         healed - at,
     )
 

@@ -270,7 +270,15 @@ def test_recovery_waits_for_each_writer_and_then_for_each_reader(tmp_path):
 
 def ended(**changes):
     """A run of two minutes in which all went well."""
-    whole = Ended([], stored=200_000, acknowledged=200_000, unknown=9, received=400_000, streams=70)
+    whole = Ended(
+        [],
+        stored=200_000,
+        acknowledged=200_000,
+        unknown=9,
+        received=400_000,
+        streams=70,
+        acknowledged_at=np.arange(10.0),
+    )
     return replace(whole, memory={"daphne": (80.0, 90.0)}, **changes)
 
 
@@ -305,6 +313,33 @@ def test_floors_grow_with_the_time():
 )
 def test_each_bar_is_missed_by_what_is_beyond_it(found, faults, name):
     assert name in missed(found, faults)
+
+
+def test_a_standstill_is_the_longest_time_without_an_acknowledgement():
+    fault = Occurrence("", True, 2.0, "orm", 0, began=100.0, seconds=8.0)
+    for times, standstill in [
+        ([90, 101, 105, 109, 120], 4),
+        ([90, 109, 120], 9),
+        ([101, 104], 6),
+        ([], 10),
+    ]:
+        assert fault.standstill_seconds(np.array(times, float)) == standstill
+
+
+def test_rows_say_what_each_kind_of_fault_did():
+    kind = chaos.FAULTS[0].kind
+    faults = [*occurrences(1, errors=3), *occurrences(1, recovery_seconds=2.0, observed=False)]
+    assert chaos.rows(faults, ended()) == [
+        {
+            "fault": kind,
+            "made": 2,
+            "observed": 1,
+            "errors": 3,
+            "standstill, worst s": 1.0,
+            "recovery, median s": 1.5,
+            "worst": 2.0,
+        }
+    ]
 
 
 def test_the_plot_has_each_fault_and_each_recovery():
