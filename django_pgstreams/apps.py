@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from django.apps import AppConfig
@@ -29,6 +30,8 @@ class PGStreamsConfig(AppConfig):
         signals.chunks_appended.connect(receivers.chunks_appended, dispatch_uid="pgstreams.appended")
         signals.stream_closed.connect(receivers.stream_closed, dispatch_uid="pgstreams.closed")
         connection_created.connect(receivers.maintenance_connected, dispatch_uid="pgstreams.maintenance")
+        if celery_signals := sys.modules.get("celery.signals"):  # in a worker it is there by now
+            celery_signals.worker_process_shutdown.connect(receivers.celery_child_ends, weak=False)
 
 
 def _with_subclasses(model: type[Model]) -> Iterator[type[Model]]:

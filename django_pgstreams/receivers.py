@@ -48,6 +48,11 @@ def maintenance_connected(sender: Any, connection: Any, **kwargs: Any) -> None:
         release()
 
 
+def celery_child_ends(**kwargs: Any) -> None:
+    """`worker_process_shutdown` of Celery, which ends a worker's child without Python's exit hooks."""
+    release()
+
+
 def release() -> None:
     """Disconnect everything that the app keeps open in this process; all of it comes back when needed."""
     committer.close_all()
