@@ -232,7 +232,8 @@ def plot(figure: Figure, report: dict[str, Any]) -> None:
     for occurrence in occurrences:
         place = kinds.index(occurrence["kind"])
         begin = (occurrence["began"] - occurrences[0]["began"]) / 60
-        over_time.plot([begin, begin + occurrence["seconds"] / 60], [place] * 2, ".-", linewidth=4, color="C3")
+        end = begin + occurrence["seconds"] / 60
+        over_time.plot([begin, end], [place] * 2, ".-", linewidth=4, color="C3")
         by_kind.plot(occurrence["recovery_seconds"], place, ".", color="C0", alpha=0.6)
     over_time.set_yticks(range(len(kinds)), kinds, fontsize=6)
     over_time.set_xlabel("minutes", fontsize=7)

@@ -361,12 +361,17 @@ def test_the_plot_has_each_fault_and_each_recovery():
 # The command -----------------------------------------------------------------------------------------
 
 
+QUICK = ("restart, fast", "session's process killed", "connections reset", "disk slow", "reader stopped")
+"""Faults that are over soon and cannot go unobserved."""
+
+
 @pytest.mark.once
 def test_a_short_run_keeps_every_promise(tmp_path, monkeypatch, capfd):
     # How fast it is says nothing about a machine that others use as well.
     monkeypatch.setattr(chaos, "RECOVERY_SECONDS", 60.0)
     monkeypatch.setattr(chaos, "CHUNKS_FLOOR", 200_000)
-    code = main(["chaos", "--seconds=8", "--seed=1", f"--results={tmp_path}"])
+    faults = [f"--fault={kind}" for kind in QUICK]
+    code = main(["chaos", "--seconds=8", "--seed=1", *faults, f"--results={tmp_path}"])
     printed = capfd.readouterr()
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert code == 0, printed
