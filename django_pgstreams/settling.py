@@ -10,6 +10,8 @@ before. A lost connection leaves a batch of which nobody knows; the next connect
   needs, and its whole statement fails;
 - the batch never arrived: the row has an older number, and the batch is sent again.
 
+Counting up is a commit of its own, behind the batch's: a synchronous standby has both by the time that the
+batch is called stored, also when the first wait for it was broken off.
 Where the row itself is gone, or the database stays away, nothing can be told: `AppendUnknown`.
 """
 
