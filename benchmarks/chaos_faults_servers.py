@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from typing import ClassVar
 
 from benchmarks.chaos_context import Fault, World
-from benchmarks.chaos_faults_seen import gone, nothing_acknowledged
+from benchmarks.chaos_faults_seen import gone
 
 ROLES = (
     *("pgstreams-writer", "pgstreams-notifier", "pgstreams-listener", "pgstreams-reader", "pgstreams-relay"),
@@ -118,60 +117,37 @@ class SessionFrozen(Fault):
 
     kind = "session frozen"
     hold_seconds = 1.0
+    patience_seconds = 5.0
+    _frozen: int | None = None
 
-    _LOOK_SECONDS = 3.0
-    _FROZEN_AT_MOST_SECONDS = 3.0
-
-    _ACTIVE = """
-        SELECT pid FROM pg_stat_activity
-        WHERE application_name = 'pgstreams-writer' AND state = 'active' AND wait_event IS NULL
-          AND datname = current_database()
-    """
-    # It has taken offsets, and has not come to the writer's row.
+    _LOOK_SECONDS = 5.0
+    _LOCK_SECONDS = 5
+    # A batch that has taken offsets and comes to the writer's row waits there, and holds nothing in memory.
+    _LOCK = "LOCK TABLE pgstreams_writer IN SHARE ROW EXCLUSIVE MODE"
     _IN_MID_BATCH = """
-        SELECT 'pgstreams_stream' = ANY (locked) AND 'pgstreams_writer' <> ALL (locked)
-        FROM (
-            SELECT coalesce(array_agg(relation::regclass::text), '{}') FROM pg_locks
-            WHERE pid = %s AND relation IS NOT NULL
-        ) AS its (locked)
+        SELECT pid FROM pg_stat_activity
+        WHERE application_name = 'pgstreams-writer' AND query LIKE '%%pgstreams_store%%'
+          AND %s = ANY (pg_blocking_pids(pid))
     """
 
     def inject(self, world: World) -> None:
-        self._frozen: int | None = None
         self._before = world.sessions("pgstreams-writer").keys()
-        deadline = time.monotonic() + self._LOOK_SECONDS
-        with world.admin() as admin:
+        with world.admin() as holder, world.admin() as admin, holder.transaction():
+            holder.execute(f"SET LOCAL lock_timeout = '{self._LOCK_SECONDS}s'")
+            holder.execute(self._LOCK)
+            deadline = time.monotonic() + self._LOOK_SECONDS
             while self._frozen is None and time.monotonic() < deadline:
-                for (pid,) in admin.execute(self._ACTIVE).fetchmany(1):
-                    self._freeze(pid)
-                    [(is_in_mid_batch,)] = admin.execute(self._IN_MID_BATCH, [pid]).fetchall()
-                    if not is_in_mid_batch:
-                        self._go_on()
-        world.proxy.reset()
-        self._seen = nothing_acknowledged(world)
-
-    def _freeze(self, pid: int) -> None:
-        self._frozen = pid
-        # It may hold a lock that whoever looks needs.
-        self._in_any_case = threading.Timer(self._FROZEN_AT_MOST_SECONDS, os.kill, [pid, signal.SIGCONT])
-        self._in_any_case.start()
-        os.kill(pid, signal.SIGSTOP)
+                for (pid,) in admin.execute(self._IN_MID_BATCH, [holder.info.backend_pid]).fetchmany(1):
+                    self._frozen = pid
+                    os.kill(pid, signal.SIGSTOP)
+            world.proxy.reset()
 
     def observed(self, world: World) -> bool:
-        """It outlives its client, who has a new session; or it had a lock that everybody needs."""
-        if self._frozen is None:
-            return False
-        if self._seen():
-            return True
+        """It outlives its client, who has a new session."""
         there = world.sessions("pgstreams-writer").keys()
         return self._frozen in there and bool(there - self._before)
 
     def heal(self, world: World) -> None:
-        self._go_on()
-
-    def _go_on(self) -> None:
         if self._frozen is not None:
-            self._in_any_case.cancel()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._frozen, signal.SIGCONT)
-            self._frozen = None
