@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
+import statistics
 import threading
 import time
 
@@ -357,6 +359,61 @@ def test_ten_thousand_appends_in_one_transaction_need_one_notification(stream, e
         assert len(ear.words()) < 100
         written.close()
         assert following.values() == list(range(10_000))
+
+
+# Old snapshots -------------------------------------------------------------------------------------------
+
+
+def took(call):
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def test_a_transaction_that_stays_open_elsewhere_leaves_appending_and_reading_fast(private):
+    """It keeps all versions of the streams' rows from being cleared away: some hundreds of each here.
+
+    What they cost is told from a busy machine by turns: a stream with many, a stream that is new.
+    """
+
+    def make(name, count):
+        return [Stream.objects.using("private").create(key=f"{name}/{number}") for number in range(count)]
+
+    def read(stream):
+        list(stream.read(stream.next_offset - 1))
+
+    def updates():
+        [found] = private.query(
+            "SELECT n_tup_upd, n_tup_hot_upd, n_dead_tup FROM pg_stat_user_tables "
+            "WHERE relname = 'pgstreams_stream'"
+        )
+        return found
+
+    private.query("ALTER TABLE pgstreams_stream SET (autovacuum_enabled = off)")
+    private.query("VACUUM pgstreams_stream")
+    old = make("old", 10)
+    before = updates()
+    with private.connect() as reporting, reporting.transaction():
+        reporting.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        reporting.execute("SELECT count(*) FROM pgstreams_stream")
+        for number in range(2000):
+            old[number % 10].append(number)
+        connections["private"].close()  # tells the server's statistics
+        wait_until(lambda: updates()[0] >= before[0] + 2000, "its updates are counted")
+        all_of_them, hot, dead = updates()
+        assert hot - before[1] > 0.75 * (all_of_them - before[0])
+        assert dead > 1900
+        times = collections.defaultdict(list)
+        for number, new in enumerate(make("new", 100)):
+            new.append(0)
+            for kind, stream in (("old", old[number % 10]), ("new", new)):
+                times["append", kind].append(took(lambda: stream.append(1)))  # noqa: B023
+                times["read", kind].append(took(lambda: read(stream)))  # noqa: B023
+    medians = {what: statistics.median(values) for what, values in times.items()}
+    assert medians["append", "old"] < 2 * medians["append", "new"]
+    assert medians["read", "old"] < 2 * medians["read", "new"]
+    private.query("VACUUM pgstreams_stream")
+    wait_until(lambda: updates()[2] < 100, "vacuum recovers")
 
 
 # Nobody there --------------------------------------------------------------------------------------------
