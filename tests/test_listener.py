@@ -209,10 +209,10 @@ def test_while_the_server_is_away_it_tries_again_for_ever_and_logs_once(make, pr
 
 def test_a_connection_that_is_open_but_dead_is_noticed_by_its_health_check(make, proxy, monkeypatch, caplog):
     monkeypatch.setattr(listener, "_CONNECT_TIMEOUT_SECONDS", 2.0)
-    listening = make(proxy.alias, health_check_seconds=0.5)
+    listening = make(proxy.alias, health_check_seconds=2.0)
     heard = Heard()
     listening.attach(heard)
-    wait_until(lambda: heard.everythings == 1, "it listens")
+    wait_until(lambda: listening.is_proved, "it listens, and no other connection is under way")
     proxy.hold()
     tried = proxy.accepted
     wait_until(lambda: proxy.accepted > tried, "another connection is tried")
