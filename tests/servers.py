@@ -77,13 +77,17 @@ class Role:
 
     def page_queries(self) -> int:
         """How often it has run the statement that reads chunks, by the server's own count."""
+        return self.calls("pgstreams_chunk")
+
+    def calls(self, part: str) -> int:
+        """How often it has run statements that hold a text, by the server's own count."""
         with connection.cursor() as cursor:
             cursor.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
             cursor.execute(
                 """SELECT coalesce(sum(s.calls), 0) FROM pg_stat_statements AS s
                    JOIN pg_roles AS r ON r.oid = s.userid
-                   WHERE r.rolname = %s AND s.query LIKE '%%pgstreams_chunk%%'""",
-                [self.name],
+                   WHERE r.rolname = %s AND position(%s IN s.query) > 0""",
+                [self.name, part],
             )
             return int(cursor.fetchone()[0])
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth.models import User
 from django.db import DatabaseError, connection
 from django.test import Client
@@ -77,6 +77,14 @@ async def test_a_call_sees_its_callers_context():
         return await turns.run(name.get)
 
     assert await asyncio.gather(ask("one"), ask("two")) == ["one", "two"]
+
+
+async def test_a_call_may_go_back_to_async_code_that_asks_the_database(owner):
+    async def count():
+        return await User.objects.acount()
+
+    calls = [turns.run(async_to_sync(count)) for _ in range(2)]
+    assert await asyncio.gather(*calls, turns.run(int, "1")) == [1, 1, 1]
 
 
 async def test_whoever_leaves_is_not_called_for_and_keeps_nobody_waiting():
