@@ -49,8 +49,8 @@ def _small(monkeypatch, servers):
     monkeypatch.setattr(chaos_run, "SHARES", {"threads": 0.4})
     monkeypatch.setattr(chaos_run, "READERS", {"async": ("benchmarks.chaos_readers", 0, 1)})
     monkeypatch.setattr(chaos_run, "SERVERS", ())
-    monkeypatch.setattr(chaos_run, "READERS_PATIENCE_SECONDS", 3.0)
-    monkeypatch.setattr(chaos_schedule, "RECOVERY_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(chaos_run, "READERS_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(chaos_schedule, "RECOVERY_PATIENCE_SECONDS", 1.0)
 
 
 def test_each_defect_is_known():
