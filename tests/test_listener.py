@@ -186,7 +186,7 @@ def test_after_each_broken_connection_everything_comes_again(make, caplog):
     listening.attach(heard)
     for times in range(1, 11):
         wait_until(lambda times=times: heard.everythings == times, "everything comes")
-        [pid] = sessions("listener")
+        [pid] = wait_until(lambda: len(found := sessions("listener")) == 1 and found, "one session is left")
         query("SELECT pg_terminate_backend(%s)", pid)
     wait_until(lambda: heard.everythings == 11, "everything comes")
     assert len(sessions("listener")) == 1
