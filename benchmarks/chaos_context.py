@@ -133,4 +133,4 @@ class Fault(ABC):
 # chaos_defects.DEFECTS: dict[str, str]              the choices of --defect, and what each does
 # chaos_defects.VARIABLE                             the environment variable that names one
 # chaos_defective.install() -> None                  called by every process of the product, after
-#                                                    `django.setup()`: makes the defect that the variable names
+#                                                    `django.setup()`: makes the defect that the variable tells
