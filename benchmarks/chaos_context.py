@@ -123,14 +123,3 @@ class Fault(ABC):
     @abstractmethod
     def heal(self, world: World) -> None:
         """End it, and wait until what it took away is there again."""
-
-
-# What the faults' modules offer -----------------------------------------------------------------------
-#
-# chaos_faults.FAULTS: tuple[type[Fault], ...]       every kind once
-# chaos_proxy.Proxy(upstream: tuple[str, int])       if the cluster's own cannot be black-holed and reset:
-#                                                    a context manager with `.port` on 127.0.0.1
-# chaos_defects.DEFECTS: dict[str, str]              the choices of --defect, and what each does
-# chaos_defects.VARIABLE                             the environment variable that names one
-# chaos_defective.install() -> None                  called by every process of the product, after
-#                                                    `django.setup()`: makes the defect that the variable tells
