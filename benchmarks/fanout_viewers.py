@@ -26,6 +26,7 @@ from benchmarks.fanout_load import Schedule, frame_of, key_of
 
 _HEAD = re.compile(rb'\{"type":"chunks","stream":"[^"]*","offset":(\d+),"next":(\d+),')
 _TEXT, _CLOSE, _PING, _PONG = 1, 8, 9, 10
+_ACK_NS = 1_000_000_000  # a viewer acknowledges as often as this, as long as something comes
 _CONNECT_AT_A_TIME = 40  # servers have room for so many in their queue
 _READ_BYTES = 256 * 1024
 _PATIENCE_SECONDS = 60.0
@@ -47,6 +48,7 @@ class Viewer:
         self.is_live = False
         self.received: list[tuple[int, int, int, bytes]] = []  # arrival, offset, position after, frame
         self._buffer = b""
+        self._acked_at = 0
 
     def open(self, address: tuple[str, int], path: str, headers: dict[str, str]) -> None:
         """Connect, and ask for the websocket."""
@@ -104,6 +106,10 @@ class Viewer:
                 )
             self.position = position
             self.received.append((at, offset, position, text))
+            if at - self._acked_at > _ACK_NS:
+                self._acked_at = at
+                ack = {"type": "ack", "stream": key_of(self.stream), "offset": position}
+                self._send(_TEXT, json.dumps(ack).encode())
             return
         frame = json.loads(text)
         match frame["type"]:

@@ -40,6 +40,7 @@ async def follow(websocket: ClientConnection, keys: list[str]) -> dict[str, list
                 if not not_live:
                     say({"live": True})
             case "chunks":
+                await acknowledge(websocket, frame)
                 received[frame["stream"]] += [
                     (offset, data["number"], at) for offset, data in enumerate(frame["data"], frame["offset"])
                 ]
@@ -48,6 +49,12 @@ async def follow(websocket: ClientConnection, keys: list[str]) -> dict[str, list
             case "error" | "gap" | "reset":
                 sys.exit(f"Unexpected frame: {text!r}")
     return received
+
+
+async def acknowledge(websocket: ClientConnection, frame: dict[str, Any]) -> None:
+    """Have more sent."""
+    ack = {"type": "ack", "stream": frame["stream"], "offset": frame["next"]}
+    await websocket.send(json.dumps(ack))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ client that vanishes is no error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from typing import Any, ClassVar
@@ -18,6 +19,9 @@ from channels.sessions import InstanceSessionWrapper
 
 logger = logging.getLogger(__name__)
 
+CLOSE_RESTARTING = 1012
+
+_GOODBYE_SECONDS = 1.0
 _LINGER_SECONDS = 10.0
 """A connection that is over is cut after this time, if its client has not read what was left by then."""
 
@@ -35,6 +39,9 @@ class Socket(AsyncWebsocketConsumer):
         self._write_frame = _frame_sender(send)
         try:
             await super().__call__(scope, receive, self._deliver)
+        except asyncio.CancelledError:
+            await self._say_goodbye()
+            raise
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -87,6 +94,14 @@ class Socket(AsyncWebsocketConsumer):
                 logger.debug("A client vanished before its %s", message["type"], exc_info=True)
                 self._end()
                 _cut_later(self._write_frame)
+
+    async def _say_goodbye(self) -> None:
+        """Tell the client of a server that stops to come back; hypercorn would call it an error here."""
+        if self._over:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await self._deliver({"type": "websocket.close", "code": CLOSE_RESTARTING})
 
     def _end(self, *, closing: asyncio.Task[Any] | None = None) -> None:
         """Send nothing more; stop all tasks but the one that is closing and those that outlive the client."""

@@ -310,19 +310,6 @@ def test_clients_go_in_any_state_and_leave_nothing(server, stream, headers, how)
     stream.close()
 
 
-def test_a_server_ends_with_sockets_in_any_state(owner, committed):
-    headers = headers_of(owner)
-    stream = Stream.objects.create(key="a/b", owner=owner)
-    stream.append_many(["x" * 10_000] * 200)
-    with serving("daphne") as server, contextlib.ExitStack() as visits:
-        for key in ["", "a/b"] * 5:
-            visit = visits.enter_context(Socket(server.url(key), headers))
-            if key:
-                visit.frames("live")
-        server.stop()
-        assert not server.trouble()
-
-
 def test_a_database_that_goes_and_comes_costs_no_chunk(daphne, stream, headers):
     with Socket(daphne.url(), headers) as visit:
         visit.send("subscribe", "a/b")
