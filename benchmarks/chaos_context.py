@@ -69,7 +69,7 @@ class World:
     disk: Any
     """What both servers flush to, and can be slow: `chaos_disk`, whose environment they are started with."""
     proxy: Any
-    """What all but admin connections reach Postgres through: `chaos_proxy`, or the cluster's own."""
+    """What all but admin connections reach Postgres through: the cluster's own."""
     writers: Sequence[Worker]
     readers: Sequence[Worker]
     servers: Sequence[Worker]
