@@ -30,7 +30,7 @@ def main(expected_python: str, expected_django: str, expected_postgres: str) -> 
         (django.__version__, expected_django),
         (server, expected_postgres),
     ]:
-        if not found.startswith(f"{expected}."):
+        if not f"{found}.".startswith(f"{expected}."):
             sys.exit(f"This run was to have {expected}, but has {found}.")
 
 
