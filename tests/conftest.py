@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 
 import pytest
 
@@ -12,6 +13,9 @@ pytest_plugins = ["tests.debian_postgres", "tests.fixtures", "tests.following", 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 in_ci = bool(os.environ.get("CI"))
+
+# A shell's background jobs ignore Ctrl-C, and so would every program that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
