@@ -25,13 +25,12 @@ from .flow import Flow
 from .follower import Chunks, Closed, Event, Gap, Live, Reset
 from .models import Stream
 from .pages import Run
-from .sockets import Socket
+from .sockets import CLOSE_FAILED, Socket
 from .wire import BadFrame, ClientFrame
 
 logger = logging.getLogger(__name__)
 
 CLOSE_ENDED = 1000
-CLOSE_FAILED = 4500  # Daphne refuses to send 1011, and leaves the socket open
 CLOSE_BAD_REQUEST = 4400
 CLOSE_REFUSED = 4403
 CLOSE_STALLED = 4408

@@ -20,6 +20,7 @@ from channels.sessions import InstanceSessionWrapper
 logger = logging.getLogger(__name__)
 
 CLOSE_RESTARTING = 1012
+CLOSE_FAILED = 4500  # Daphne refuses to send 1011, or any other code but 1000 below 3000
 
 _GOODBYE_SECONDS = 1.0
 _LINGER_SECONDS = 10.0
@@ -85,7 +86,7 @@ class Socket(AsyncWebsocketConsumer):
         elif not self._over:
             write = self._write_frame
             if message["type"] == "websocket.close":
-                write = self._write
+                write = self._write_close
                 self._end(closing=asyncio.current_task())
                 _cut_later(self._write_frame)
             try:
@@ -94,6 +95,13 @@ class Socket(AsyncWebsocketConsumer):
                 logger.debug("A client vanished before its %s", message["type"], exc_info=True)
                 self._end()
                 _cut_later(self._write_frame)
+
+    async def _write_close(self, message: Any) -> None:
+        """Close with another code where the server refuses this one, and would leave the socket open."""
+        try:
+            await self._write(message)
+        except Exception:  # noqa: BLE001 - each server has errors of its own
+            await self._write(message | {"code": CLOSE_FAILED})
 
     async def _say_goodbye(self) -> None:
         """Tell the client of a server that stops to come back; hypercorn would call it an error here."""

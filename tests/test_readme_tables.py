@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from django.db import connection
 
-from django_pgstreams import conf, consumers, exceptions, health, wire
+from django_pgstreams import conf, consumers, exceptions, health, sockets, wire
 from django_pgstreams.models import Stream
 from tests.fresh_project import README, readme_blocks
 
@@ -86,7 +86,8 @@ def test_the_close_codes_are_those_of_the_code() -> None:
     documented = {
         int(code) for code, _, _ in table("| close code | meaning | try again? |") if code.isdecimal()
     }
-    assert documented == {value for name, value in vars(consumers).items() if name.startswith("CLOSE_")}
+    named = vars(sockets) | vars(consumers)
+    assert documented == {value for name, value in named.items() if name.startswith("CLOSE_")}
 
 
 def test_every_name_that_the_readme_imports_or_mentions_exists() -> None:
