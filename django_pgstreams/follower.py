@@ -66,6 +66,7 @@ class Feed:
         self.followers = 0
         self.waiting: set[asyncio.Future[None]] = set()
         self.live_is_news = False  # to somebody who waits
+        self.losses = 0  # a read that was under way when this grew may tell of what is gone
         self._before_end: int | None = None  # the time of the chunk before the tail in `row`
 
     def take(self, page: Page, max_bytes: int) -> None:
@@ -91,6 +92,7 @@ class Feed:
 
     def lose(self, page: Page) -> None:
         """Know nothing any more but a page's row: what was stored once is gone."""
+        self.losses += self.row is not None
         self.window = None
         self._know(page)
         self.wake()
@@ -298,5 +300,6 @@ class Follower:
                 if feed.behind:  # of what another read has told since
                     self._reader.mark(feed)
         self.position = page.next
-        self._before_run, self._before = self._before, page.before_at(page.next) or self._before
+        before = page.before_at(page.next)
+        self._before_run, self._before = self._before, self._before if before is None else before
         return Chunks(page.chunks) if page.chunks else None

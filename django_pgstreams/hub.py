@@ -25,7 +25,7 @@ from . import background, conf, database, listener, pages, polling, sql, wire
 from .buffer import Batch, Buffer
 from .follower import Feed, Follower
 from .models import Stream
-from .pages import Page
+from .pages import Page, StreamRow
 from .subscription import Subscription, start
 from .window import Window
 
@@ -256,7 +256,7 @@ class Hub:
         for feed in feeds:
             del self._dirty[feed]
         positions = [0 if feed.window is None else feed.window.end for feed in feeds]
-        rows = [feed.row for feed in feeds]
+        before = [(feed.row, feed.losses) for feed in feeds]
         try:
             read = await self._read(self._live_pool, feeds, positions)
         except Exception as error:  # noqa: BLE001 - the marks come back, whatever it was
@@ -266,14 +266,11 @@ class Hub:
             return False
         self._report(None)
         hungry: dict[Feed, float] = {}
-        for feed, page, row in zip(feeds, read, rows, strict=True):
-            if row is not None and page.row is not None and page.row.next_offset < row.next_offset:
-                feed.lose(page)  # read after that row was, so chunks are gone that were stored then
-            if page.gap_to is not None:
-                # Trimmed beyond the window: its followers find the gap when they read on.
-                feed.window = Window(page.gap_to)
-            self.learn(feed, page)
-            self._finds.read(feed.stream_id, page.next if page.chunks else None)
+        for feed, page, (row, losses) in zip(feeds, read, before, strict=True):
+            if feed.losses == losses:
+                self._take(feed, page, row)
+            else:
+                self.mark(feed)  # the page may be from before the loss
             if feed in self._dirty:
                 mark = self._dirty.pop(feed)
                 (self._dirty if page.chunks else hungry)[feed] = mark
@@ -281,6 +278,16 @@ class Hub:
         if hungry:
             self._dirty = hungry | self._dirty
         return True
+
+    def _take(self, feed: Feed, page: Page, row: StreamRow | None) -> None:
+        """Take a page from a feed's window on, read when `row` was known already."""
+        if row is not None and page.row is not None and page.row.next_offset < row.next_offset:
+            feed.lose(page)  # chunks are gone that were stored then
+        if page.gap_to is not None:
+            # Trimmed beyond the window: its followers find the gap when they read on.
+            feed.window = Window(page.gap_to)
+        self.learn(feed, page)
+        self._finds.read(feed.stream_id, page.next if page.chunks else None)
 
     def learn(self, feed: Feed, page: Page) -> None:
         """Take what a page tells about its stream; a window that is behind is read on."""
@@ -354,8 +361,9 @@ class Hub:
         """The page of a stream from a position on, read now; tries again while the database is away."""
         failures = 0
         while True:
+            losses = feed.losses
             try:
-                read = await self._read(self._catch_up_pool, [feed], [position])
+                [page] = await self._read(self._catch_up_pool, [feed], [position])
             except _TRANSIENT as error:
                 failures += 1
                 self._report(error)
@@ -364,7 +372,8 @@ class Hub:
                     raise
             else:
                 self._report(None)
-                return read[0]
+                if feed.losses == losses:
+                    return page
 
 
 # The process's hubs --------------------------------------------------------------------------------

@@ -39,9 +39,9 @@ class Window:
 
         If that is the same, so are all before it.
         """
-        if page.row is None or not self.start <= page.position <= self.end:
-            return True
         last = min(page.next, self.end)
+        if page.row is None or last < max(page.position, self.start):
+            return True
         return page.position <= page.row.next_offset and agree(self.before(last), page.before_at(last))
 
     def extend(self, run: Run, max_bytes: int) -> None:

@@ -78,3 +78,11 @@ async def test_the_end_of_other_chunks_is_not_a_readers_end(feed):
     feed.take(Page(2, ROW._replace(state="completed"), NOTHING, None, 11), 1000)
     assert feed.end_at(2, 10) is None
     assert feed.end_at(2, 11) == feed.end_at(2, None) == Closed(2, "completed", "")
+
+
+async def test_only_what_was_known_once_is_lost():
+    feed = Feed(1)
+    feed.take(QUIET, 1000)
+    assert feed.losses == 0
+    feed.take(Page(2, ROW._replace(epoch="another"), NOTHING, None), 1000)
+    assert feed.losses == 1

@@ -13,6 +13,7 @@ from django_pgstreams import hub, listener
 from django_pgstreams.buffer import Batch, WakeUp
 from django_pgstreams.follower import Chunks, Closed, Gap, Live, Reset
 from django_pgstreams.models import Chunk, Stream
+from django_pgstreams.pages import Page, Run
 from tests.following import (
     connect,
     in_thread,
@@ -672,3 +673,35 @@ async def test_wake_ups_on_their_way_into_a_busy_loop_are_merged():
     await until(lambda: not ours._hints, "all are taken")
     assert ours.wake_ups - before < 30_000
     await reader.stop()
+
+
+# What was stored once and is gone ------------------------------------------------------------------
+
+
+async def test_a_page_that_was_under_way_when_a_loss_was_noticed_is_read_again():
+    stream = await make(chunks=2)
+    served = hub.get("default")
+    follower = served.follow(stream.pk, 0, stream.epoch)
+    await follower.next()
+    feed, queries = follower._feed, served.queries
+    reading = asyncio.create_task(served.read_page(feed, 0))
+    await asyncio.sleep(0)  # it has begun
+    assert served.queries == queries + 1
+    feed.lose(Page(0, feed.row, Run(0, [], []), None))
+    page = await reading
+    assert (served.queries, page.next) == (queries + 2, 2)
+    follower.close()
+
+
+async def test_a_chunk_stored_at_the_moment_from_which_postgres_counts_is_as_any_other(settings):
+    settings.PGSTREAMS = {"PAGE_CHUNKS": 1}
+    stream = await make(chunks=3)
+    update = (
+        "UPDATE pgstreams_chunk SET created_at = '2000-01-01 00:00Z' WHERE stream_id = %s AND \"offset\" = 1"
+    )
+    with connect() as connection:
+        connection.execute(update, [stream.pk])
+    reader = Reader(stream)
+    await until(lambda: reader.is_live, "the tail")
+    assert reader.offsets == [0, 1, 2]
+    assert not any(isinstance(event, Reset) for event in reader.events)

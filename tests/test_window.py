@@ -147,7 +147,10 @@ def test_it_knows_the_time_before_each_position_also_before_what_it_has_dropped(
         (page(6, 61, before=50), False),
         (page(8, before=None, tail=7), False),
         (page(9, 91, before=81), True),
-        (page(3, 31, 41, 51), True),
+        (page(2, 21, 31), True),
+        (page(2, 20, 30, 41), False),
+        (page(3, 30, 40, 50), True),
+        (page(3, 30, 40, 50, 60, 71, 81), False),
     ],
     ids=[
         "goes on",
@@ -159,6 +162,9 @@ def test_it_knows_the_time_before_each_position_also_before_what_it_has_dropped(
         "beyond the tail",
         "lies behind",
         "lies before",
+        "ends where it begins, otherwise",
+        "begins before",
+        "surrounds it otherwise",
     ],
 )
 def test_a_page_agrees_with_it_if_the_last_chunk_of_both_is_the_same(found, agrees):
