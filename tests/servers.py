@@ -188,13 +188,14 @@ class ServerProcess:
         return len(self._lines)
 
     def look(self) -> dict[str, Any]:
-        """Its followers and tasks."""
+        """Its sockets, followers and tasks."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=DEADLINE_SECONDS) as answer:
             return json.load(answer)
 
     def wait_empty(self) -> None:
         """Wait until no socket has left anything in it."""
-        wait_until(lambda: self.look() == {"followers": 0, "tasks": []}, "the server forgets its sockets")
+        nothing = {"sockets": 0, "followers": 0, "tasks": []}
+        wait_until(lambda: self.look() == nothing, "the server forgets its sockets")
 
     def url(self, key: str = "", *, port: int | None = None, safe: str = "/", **query: Any) -> str:
         """The websocket's URL for one stream, or for many."""

@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import threading
 from pathlib import Path
 
 import pytest
 from django.contrib.auth.models import User
 from django.db import connections
-from websockets.client import ClientProtocol
-from websockets.frames import Frame, Opcode
-from websockets.uri import parse_uri
 
 from django_pgstreams.models import Stream
+from tests.raw_client import RawClient
 from tests.servers import DEADLINE_SECONDS, Socket, headers_of, serving, untroubled
 from tests.waiting import wait_until
 
@@ -49,41 +45,6 @@ def stream(headers):
     return Stream.objects.create(key="a/b", owner=User.objects.get())
 
 
-class Sleeper:
-    """A client that asks for a websocket, and reads nothing from its connection until `wake`."""
-
-    def __init__(self, url, headers):
-        uri = parse_uri(url)
-        self._protocol = ClientProtocol(uri)
-        self._socket = socket.create_connection((uri.host, uri.port), timeout=DEADLINE_SECONDS)
-        own_port = self._socket.getsockname()[1]
-        self._established = f" 0100007F:{uri.port:04X} 0100007F:{own_port:04X} 01 "
-        request = self._protocol.connect()
-        request.headers.update(headers)
-        self._protocol.send_request(request)
-        self._socket.sendall(b"".join(self._protocol.data_to_send()))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *raised):
-        self._socket.close()
-
-    @property
-    def is_connected(self):
-        """Whether the server still holds the connection, as the kernel's table says; see proc(5)."""
-        return self._established in Path("/proc/net/tcp").read_text()
-
-    def wake(self):
-        """Read what there is, to the end: the frames, and the code of the close if it came."""
-        with contextlib.suppress(ConnectionError):
-            while data := self._socket.recv(65_536):
-                self._protocol.receive_data(data)
-        events = self._protocol.events_received()
-        texts = [event.data for event in events if isinstance(event, Frame) and event.opcode is Opcode.TEXT]
-        return [json.loads(text) for text in texts], self._protocol.close_rcvd
-
-
 def resident_bytes(server):
     return int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -109,7 +70,7 @@ def test_a_client_that_stops_reading_costs_its_window_and_no_more(server, stream
         finally:
             connections.close_all()
 
-    with Socket(server.url("a/b"), headers) as healthy, Sleeper(server.url("a/b"), headers) as sleeper:
+    with Socket(server.url("a/b"), headers) as healthy, RawClient(server.url("a/b"), headers) as sleeper:
         healthy.frames("live")
         wait_until(lambda: server.look()["followers"] == 2, "both follow")
         before = resident_bytes(server)
@@ -123,7 +84,7 @@ def test_a_client_that_stops_reading_costs_its_window_and_no_more(server, stream
         wait_until(lambda: not sleeper.is_connected, "its connection is freed, though it reads nothing")
         stream.append(CHUNK)
         assert healthy.frame()["offset"] == CHUNKS
-        frames, close = sleeper.wake()
+        frames, close = sleeper.read_all()
 
     chunks = [frame for frame in frames if frame["type"] == "chunks"]
     assert sum(len(json.dumps(frame, separators=(",", ":"))) for frame in chunks) <= BOUND
@@ -152,7 +113,7 @@ def test_a_server_that_waits_until_its_client_reads_is_not_kept(committed, heade
     """Where the bound is larger than what the kernel buffers, uvicorn's send waits, and its end would too."""
     stream.append_many([CHUNK] * 1000)
     given = GIVEN | {"MAX_UNACKED_BYTES": 100 * BOUND}
-    with serving("uvicorn", PGSTREAMS=given) as server, Sleeper(server.url("a/b"), headers) as sleeper:
+    with serving("uvicorn", PGSTREAMS=given) as server, RawClient(server.url("a/b"), headers) as sleeper:
         with untroubled(server):
             wait_until(lambda: server.look()["followers"] == 1, "it is followed")
             before = resident_bytes(server)
