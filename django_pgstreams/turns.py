@@ -24,6 +24,8 @@ from asgiref.sync import AsyncToSync, SyncToAsync, sync_to_async
 from channels.db import aclose_old_connections, database_sync_to_async
 from django.db import close_old_connections, connections
 
+from .database import mark_retrieved
+
 T = TypeVar("T")
 
 _TURN_SECONDS = 0.05
@@ -85,9 +87,9 @@ class _Turns:
                 given = {"value": call.context.run(call.function)}
             except Exception as error:  # noqa: BLE001 - its caller has it
                 given = {"error": error}
-            _close_broken()
             with contextlib.suppress(RuntimeError):  # the event loop has been closed
                 loop.call_soon_threadsafe(partial(_settle, call.answer, **given))
+            _close_broken()
         if not self._waiting:  # else the next turn needs them
             close_old_connections()
 
@@ -95,16 +97,13 @@ class _Turns:
 def _settle(answer: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:
     if answer.done():
         return  # whoever asked has left
+    if isinstance(error, StopIteration):  # which no future takes
+        lost, error = error, RuntimeError("a call raised StopIteration")
+        error.__cause__ = lost
     if error is None:
         answer.set_result(value)
     else:
         answer.set_exception(error)
-
-
-def _mark_retrieved(answer: asyncio.Future[Any]) -> None:
-    """Whoever has left does not want the error any more."""
-    if not answer.cancelled():
-        answer.exception()
 
 
 def _close_broken() -> None:
@@ -183,12 +182,18 @@ class LookUp(Generic[T]):
                 self._next = None
         if is_new:
             query.answer = asyncio.ensure_future(run(self._ask, query))
-            query.answer.add_done_callback(_mark_retrieved)
+            query.answer.add_done_callback(mark_retrieved)
+            # Also if it never began: nobody may wait for it after its end.
+            query.answer.add_done_callback(lambda _: self._close(query))
         # Whoever leaves does not take the answer away from the others.
         return (await asyncio.shield(query.answer)).get(key)
 
     def _ask(self, query: _Query[T]) -> Mapping[str, T]:
+        self._close(query)
+        return self._find(query.keys)
+
+    def _close(self, query: _Query[T]) -> None:
+        """Have whoever asks from now on not be given this query's answer."""
         with self._lock:
             if self._next is query:
                 self._next = None
-        return self._find(query.keys)

@@ -22,11 +22,11 @@ ROOT = PACKAGE.parent
 FLOORS = [
     {
         *["arrays", "background", "buffer", "conf", "exceptions", "flow", "pages", "pending", "signals"],
-        *["sockets", "sql", "turns"],
+        *["sockets", "sql"],
     },
-    {"auth", "codec", "database", "keys", "piping", "polling", "store", "watch", "window"},
-    {"managers", "settling", "wire"},
-    {"answers", "models", "notifier", "relay"},
+    {"codec", "database", "keys", "piping", "polling", "store", "watch", "window"},
+    {"managers", "settling", "turns", "wire"},
+    {"answers", "auth", "models", "notifier", "relay"},
     {"follower", "listener", "lookups", "permissions", "previews"},
     {"admin", "checks", "subscription"},
     {"hub"},

@@ -51,6 +51,11 @@ async def test_an_error_is_its_callers_alone():
     assert str(results[1]) == "only mine"
 
 
+async def test_an_iterator_that_has_ended_is_an_error_too():
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await turns.run(next, iter([]))
+
+
 async def test_a_broken_connection_does_not_serve_the_next_call():
     def break_it():
         with pytest.raises(DatabaseError), connection.cursor() as cursor:
@@ -173,6 +178,20 @@ async def test_an_error_reaches_all_who_asked():
     look_up = turns.LookUp(fail)
     results = await asyncio.gather(look_up.get("a"), look_up.get("b"), return_exceptions=True)
     assert [str(result) for result in results] == ["away", "away"]
+
+
+async def test_a_query_that_never_began_is_not_the_next_ones(monkeypatch):
+    def fail():
+        raise DatabaseError("no turn")
+
+    shelf = Shelf()
+    shelf.may_end.set()
+    look_up = turns.LookUp(shelf.find)
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "close_old_connections", fail)
+        with pytest.raises(DatabaseError, match="no turn"):
+            await look_up.get("a")
+    assert await look_up.get("a") == 1
 
 
 async def test_streams_are_found_by_key_each_caller_with_an_instance_of_its_own(stream):
