@@ -143,7 +143,7 @@ class StreamGap(PGStreamsError):
 
 
 class StreamReset(PGStreamsError):
-    """The position belongs to another life of the stream, or lies beyond its tail.
+    """The position belongs to another life of the stream, or chunks before it were lost (it may lie beyond the tail).
 
     Read again from the beginning; `epoch` is the present one.
     """
