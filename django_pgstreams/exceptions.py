@@ -143,7 +143,7 @@ class StreamGap(PGStreamsError):
 
 
 class StreamReset(PGStreamsError):
-    """The position belongs to another life of the stream, or chunks before it were lost (it may lie beyond the tail).
+    """The position belongs to another life of the stream, lies beyond its tail, or follows lost chunks.
 
     Read again from the beginning; `epoch` is the present one.
     """

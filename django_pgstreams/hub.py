@@ -460,7 +460,8 @@ def subscribe(
     position) a re-created stream is noticed. Iterating yields `Chunk` instances, waits for new ones, and ends
     when the stream is closed. It raises `StreamMissing` when the stream does not exist or is deleted,
     `StreamGap` when chunks at the position are no longer stored, `StreamReset` when the position is of
-    another life of the stream, or what was read is lost. Raises `ValueError` itself for an offset that is none.
+    another life of the stream, or what was read is lost. Raises `ValueError` itself for an offset that is
+    none.
     """
     try:
         wire.check_start(offset)
