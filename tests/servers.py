@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 90.0
 _TROUBLE = re.compile(
     r"Traceback|\bERROR\b|\bCRITICAL\b|ResourceWarning"
     r"|never retrieved|never awaited|took too long|destroyed but"
