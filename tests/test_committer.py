@@ -179,7 +179,7 @@ def test_a_row_that_is_locked_elsewhere_stalls_nobody_else():
     assert stored(locked) == list(range(len(futures)))
     # 50 ms, but for what the machine does anyway; whoever waits for the lock waits for seconds.
     unlocked += appended_for(2, writers)
-    assert p99(times) < max(0.05, 4 * p99(unlocked))
+    assert p99(times) < max(0.05, 10 * p99(unlocked))
 
 
 @pytest.mark.parametrize("query_timeout_seconds", [30.0, 0.4])

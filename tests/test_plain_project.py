@@ -90,11 +90,11 @@ class WriterTests(TransactionTestCase):
         stream.close()
         self.assertEqual([chunk.data for chunk in subscribe(stream)], [0, 1, 2])
 
-    async def test_a_writer_that_is_left_in_the_middle(self):
+    async def test_a_writer_whose_block_is_never_left(self):
         writer = StreamWriter(await Stream.objects.acreate(key="written"))
-        await writer.aappend("waited for")
         for number in range(1000):
             writer.append_nowait(number)
+        await writer.aappend("waited for")
 
 
 class ConsumerTests(TransactionTestCase):
