@@ -93,7 +93,7 @@ def test_all_who_are_attached_share_one_session_that_is_idle(make):
     heard = [Heard() for _ in range(20)]
     for one in heard:
         listening.attach(one)
-    wait_until(lambda: all(one.batches for one in heard), "all are told")
+    wait_until(lambda: listening.connects, "it listens")
     notify("1:1")
     wait_until(lambda: all(one.wake_ups for one in heard), "all are woken")
     activity = (
@@ -115,7 +115,7 @@ def test_whoever_fails_does_not_keep_the_others_from_being_woken(make, caplog):
 
     listening.attach(fail)
     listening.attach(heard)
-    wait_until(lambda: heard.batches, "the other is told")
+    wait_until(lambda: listening.connects, "it listens")
     notify("1:1")
     wait_until(lambda: heard.wake_ups, "the other is woken")
     assert "could not be woken" in caplog.text
