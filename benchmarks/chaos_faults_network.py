@@ -26,9 +26,6 @@ class BlackHole(Fault):
             world.proxy.hold()
         self._seen = nothing_acknowledged(world)
 
-    def observed(self, world: World) -> bool:
-        return self._seen()
-
     def heal(self, world: World) -> None:
         if self._forgets:
             world.proxy.reset()
@@ -47,9 +44,6 @@ class ConnectionsReset(Fault):
             world.proxy.go_down()
         else:
             world.proxy.reset()
-
-    def observed(self, world: World) -> bool:
-        return self._seen()
 
     def heal(self, world: World) -> None:
         world.proxy.come_up()
@@ -81,7 +75,7 @@ class LostAtCommit(Fault):
         world.proxy.reset()
 
     def observed(self, world: World) -> bool:
-        return self._was_committing and self._seen()
+        return self._was_committing and super().observed(world)
 
     def heal(self, world: World) -> None:
         world.disk.slow_down(0)

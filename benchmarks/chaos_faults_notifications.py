@@ -7,7 +7,7 @@ from typing import Any, ClassVar, LiteralString
 import psycopg
 
 from benchmarks.chaos_context import Fault, World
-from benchmarks.chaos_faults_seen import Observation, any_of, one_gone, reader_falls_behind
+from benchmarks.chaos_faults_seen import any_of, one_gone, reader_falls_behind
 
 
 class _NoNotifications(Fault):
@@ -37,12 +37,9 @@ class NotificationsFail(_NoNotifications):
     kind = "notifications fail"
 
     def inject(self, world: World) -> None:
+        # A notifier gives its connection up when its flush has failed.
         self._seen = one_gone(world, world.sessions("pgstreams-notifier"))
         super().inject(world)
-
-    def observed(self, world: World) -> bool:
-        # A notifier gives its connection up when its flush has failed.
-        return self._seen()
 
 
 class NotificationsLost(_NoNotifications):
@@ -55,9 +52,6 @@ class NotificationsLost(_NoNotifications):
         super().inject(world)
         self._seen = any_of([reader_falls_behind(world, reader) for reader in world.readers])
 
-    def observed(self, world: World) -> bool:
-        return self._seen()
-
 
 class QueueFull(Fault):
     """A stranger listens and stays in a transaction, so that the queue of notifications fills up.
@@ -68,7 +62,6 @@ class QueueFull(Fault):
     kind = "notification queue full"
     hold_seconds = 1.0
     _stranger: psycopg.Connection[Any] | None = None
-    _seen: Observation
 
     _FILL = "SELECT pg_notify('strangers', repeat('x', 7000) || n) FROM generate_series(1, 8) AS n"
     _MOST_FILLS = 1000
@@ -89,7 +82,7 @@ class QueueFull(Fault):
     def observed(self, world: World) -> bool:
         with world.admin() as admin:
             [(usage,)] = admin.execute("SELECT pg_notification_queue_usage()").fetchall()
-        return usage > 0.5 and self._seen()
+        return usage > 0.5 and super().observed(world)
 
     def heal(self, world: World) -> None:
         if self._stranger is not None:

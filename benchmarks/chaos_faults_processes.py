@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from benchmarks.chaos_context import Fault, Worker, World
-from benchmarks.chaos_faults_seen import Observation, one_gone, reader_falls_behind, writer_stands_still
+from benchmarks.chaos_faults_seen import one_gone, reader_falls_behind, writer_stands_still
 
 
 class WriterKilled(Fault):
@@ -17,9 +19,6 @@ class WriterKilled(Fault):
         self._writer.kill()
         self._seen = writer_stands_still(world, self._writer)
 
-    def observed(self, world: World) -> bool:
-        return self._seen()
-
     def heal(self, world: World) -> None:
         self._writer.restart()
 
@@ -30,16 +29,14 @@ class _Killed(Fault):
     sessions: str
     """The application name of the session that goes with it."""
 
+    @abstractmethod
     def choose(self, world: World) -> Worker:
-        raise NotImplementedError
+        """The process."""
 
     def inject(self, world: World) -> None:
         self._victim = self.choose(world)
-        self._seen: Observation = one_gone(world, world.sessions(self.sessions))
+        self._seen = one_gone(world, world.sessions(self.sessions))
         self._victim.kill()
-
-    def observed(self, world: World) -> bool:
-        return self._seen()
 
     def heal(self, world: World) -> None:
         self._victim.restart()
@@ -76,9 +73,6 @@ class ReaderStopped(Fault):
         self._reader.stop()
         self._seen = reader_falls_behind(world, self._reader)
 
-    def observed(self, world: World) -> bool:
-        return self._seen()
-
     def heal(self, world: World) -> None:
         self._reader.go_on()
 
@@ -92,9 +86,6 @@ class ReaderKilled(Fault):
         self._reader = world.random.choice(world.readers)
         self._seen = reader_falls_behind(world, self._reader)
         self._reader.kill()
-
-    def observed(self, world: World) -> bool:
-        return self._seen()
 
     def heal(self, world: World) -> None:
         self._reader.restart()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from benchmarks.chaos_context import Worker, World
-
-Observation = Callable[[], bool]
+from benchmarks.chaos_context import Observation, Worker, World
 
 STILL_SECONDS = 0.5
 """Something that goes on all the time, and has not for so long, stands still."""

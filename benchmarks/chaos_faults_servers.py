@@ -30,9 +30,6 @@ class SessionsTerminated(Fault):
         with world.admin() as admin:
             admin.execute("SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [victims])
 
-    def observed(self, world: World) -> bool:
-        return self._seen()
-
     def heal(self, world: World) -> None:
         """They are gone; whoever needs one opens another."""
 
@@ -43,9 +40,6 @@ class _Restarted(Fault):
     def inject(self, world: World) -> None:
         self._seen = gone(world, world.sessions())
         world.cluster.primary.restart(self.mode)
-
-    def observed(self, world: World) -> bool:
-        return self._seen()
 
     def heal(self, world: World) -> None:
         if not world.cluster.primary.is_running:
@@ -77,9 +71,6 @@ class SessionKilled(Fault):
         self._seen = gone(world, there)
         os.kill(world.random.choice(list(there)), signal.SIGKILL)
 
-    def observed(self, world: World) -> bool:
-        return self._seen()
-
     def heal(self, world: World) -> None:
         world.cluster.wait_until_in_sync()
 
@@ -95,7 +86,7 @@ class FailedOver(Fault):
         world.cluster.fail_over()
 
     def observed(self, world: World) -> bool:
-        return self._present_timeline(world) > self._timeline and self._seen()
+        return self._present_timeline(world) > self._timeline and super().observed(world)
 
     def _present_timeline(self, world: World) -> int:
         with world.admin() as admin:
