@@ -17,7 +17,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from example_project.embedded.cluster import Cluster, become, run_as, server_account
+from example_project.embedded.cluster import Cluster, run_as, server_account
+from example_project.embedded.postgres import spawn
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -51,19 +52,8 @@ class DebianPostgres:
         run_as(self._account, ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *certificate])
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        command: list[Any] = [_BINARIES / "postgres", "-D", data, "-p", str(self.port)]
-        for name, value in _SETTINGS.items():
-            command += ["-c", f"{name}={value}"]
-        with self._log.open("ab") as log:
-            self._server = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                start_new_session=True,
-                **become(self._account),
-            )
+        command = [_BINARIES / "postgres", "-D", data, "-p", str(self.port)]
+        self._server = spawn(command, _SETTINGS, self._log, self._account)
         wait_until(self._is_ready, "Debian's Postgres takes connections")
 
     def _is_ready(self) -> bool:

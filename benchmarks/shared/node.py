@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 import psycopg
@@ -18,9 +17,16 @@ from psycopg.conninfo import make_conninfo
 
 from benchmarks.shared.errors import BenchmarkError
 from benchmarks.shared.processes import PATIENCE_SECONDS
-from example_project.embedded.cluster import PORT, Cluster, become, run_as, server_account
+from example_project.embedded.cluster import PORT, Cluster, run_as, server_account
 from example_project.embedded.locks import try_exclusive
-from example_project.embedded.postgres import SUPERUSER, create_data, is_ready, open_to, usable_binaries
+from example_project.embedded.postgres import (
+    SUPERUSER,
+    create_data,
+    is_ready,
+    open_to,
+    spawn,
+    usable_binaries,
+)
 
 SETTINGS = {"max_connections": "300", "listen_addresses": "", "unix_socket_permissions": "0700"}
 """All else is Postgres's default."""
@@ -107,22 +113,10 @@ class Node:
         # None of its processes lives, so these files are a killed server's.
         for left_behind in (self._cluster.pid_file, self._cluster.socket_lock_file):
             left_behind.unlink(missing_ok=True)
-        command: list[Any] = [self._binaries / "postgres", "-D", self._cluster.data, "-k", self._cluster.data]
-        for name, value in self._settings.items():
-            command += ["-c", f"{name}={value}"]
-        options: dict[str, Any] = become(self._account)
-        options["env"] |= self._environment
-        with self._cluster.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                # Ctrl-C is for us, who then stop it.
-                start_new_session=True,
-                **options,
-            )
+        command = [self._binaries / "postgres", "-D", self._cluster.data, "-k", self._cluster.data]
+        self._process = spawn(
+            command, self._settings, self._cluster.log, self._account, environment=self._environment
+        )
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not is_ready(self._cluster):
             if not self.is_running or time.monotonic() > deadline:

@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from example_project.embedded.cluster import (
     PORT,
@@ -24,6 +24,7 @@ from example_project.embedded.cluster import (
 from example_project.embedded.locks import RETRY_SECONDS, try_exclusive
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from example_project.embedded.cluster import Account, Cluster
@@ -180,21 +181,35 @@ def launch(
     cluster: Cluster, account: Account | None, binaries: Path, postgres_lock: int
 ) -> subprocess.Popen[bytes]:
     """Start the server in a session of its own; each of its processes holds `postgres_lock`."""
-    command = [binaries / "postgres", "-D", cluster.data, "-k", cluster.data]
-    for name, value in SETTINGS.items():
-        command += ["-c", f"{name}={value}"]
     if cluster.log.exists():
         cluster.log.rename(cluster.log.with_name("server.log.1"))
-    with cluster.log.open("ab") as log:
+    command = [binaries / "postgres", "-D", cluster.data, "-k", cluster.data]
+    return spawn(command, SETTINGS, cluster.log, account, pass_fds=[postgres_lock])
+
+
+def spawn(
+    command: Sequence[str | Path],
+    settings: Mapping[str, str],
+    log: Path,
+    account: Account | None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a server with settings, as `account`, in a session of its own: Ctrl-C is not for it."""
+    options: dict[str, Any] = become(account)
+    options["env"] |= environment or {}
+    given = (argument for name, value in settings.items() for argument in ("-c", f"{name}={value}"))
+    with log.open("ab") as output:
         return subprocess.Popen(
-            command,
+            [*command, *given],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             cwd="/",
             start_new_session=True,
-            pass_fds=[postgres_lock],
-            **become(account),
+            pass_fds=pass_fds,
+            **options,
         )
 
 
