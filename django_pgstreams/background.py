@@ -60,7 +60,7 @@ def submit(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
 
 _process = os.getpid()
 _resets: list[Callable[[], None]] = []
-_turns: dict[int, threading.Lock] = {}
+_locks: dict[int, threading.Lock] = {}
 
 
 def after_fork(reset: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ def check_process() -> None:
 def _start_anew() -> None:
     global _process
     # A lock of this process's own: an inherited one may be held by a thread that is not here.
-    with _turns.setdefault(os.getpid(), threading.Lock()):
+    with _locks.setdefault(os.getpid(), threading.Lock()):
         if os.getpid() != _process:
             for reset in _resets:
                 reset()
