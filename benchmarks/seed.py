@@ -106,7 +106,8 @@ def measure_one(run: Run, server: str, announcing: Announcing) -> tuple[dict[str
         reader = stack.enter_context(Program(database, "benchmarks.seed_reader", *arguments))
         streams = reader.hear()["streams"]
         if announcing.name == BUFFERED:
-            stack.enter_context(Program(database, "manage", "pgstreams", "relay"))
+            relay = stack.enter_context(Program(database, "manage", "pgstreams", "relay"))
+            relay.wait_for_error_line(r"watches \d+ open streams")
         with psycopg.connect(database, autocommit=True) as own:
             if announcing.name == TRIGGER:
                 own.execute(NOTIFY_EACH_ROW)
