@@ -2,9 +2,9 @@
 
 Each `database_sync_to_async` is a turn of its own, and with `CONN_MAX_AGE = 0` opens a connection of its own,
 which is too slow for a crowd that comes back at once. Here many calls share a turn, and so a connection.
-Invariants: a call is made on its own, in its caller's context, and its error is its caller's alone; a broken
-connection does not serve the next call; an answer is given to those who asked before its query began, and
-kept for nobody; and a turn ends soon, so that other users of the thread get theirs.
+Invariants: a call is made on its own, in its caller's context, and its error, of whatever kind, is its
+caller's alone; a broken connection does not serve the next call; an answer is given to those who asked before
+its query began, and kept for nobody; and a turn ends soon, so that other users of the thread get theirs.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class _Turns:
                 continue
             try:
                 given = {"value": call.context.run(call.function)}
-            except Exception as error:  # noqa: BLE001 - its caller has it
-                given = {"error": error}
+            except BaseException as error:  # noqa: BLE001 - its caller has it, and would wait for ever
+                given = {"error": _bearable(error)}
             with contextlib.suppress(RuntimeError):  # the event loop has been closed
                 loop.call_soon_threadsafe(partial(_settle, call.answer, **given))
             _close_broken()
@@ -97,13 +97,23 @@ class _Turns:
 def _settle(answer: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:
     if answer.done():
         return  # whoever asked has left
-    if isinstance(error, StopIteration):  # which no future takes
-        lost, error = error, RuntimeError("a call raised StopIteration")
-        error.__cause__ = lost
     if error is None:
         answer.set_result(value)
     else:
         answer.set_exception(error)
+
+
+def _bearable(error: BaseException) -> Exception:
+    """An error as its caller can take it.
+
+    No future takes a `StopIteration`; a `CancelledError` would look as if somebody had cancelled the caller;
+    and a `SystemExit`, which ends no process from a thread, would end the event loop, with all who use it.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    bearable = RuntimeError(f"a call raised {type(error).__name__}")
+    bearable.__cause__ = error
+    return bearable
 
 
 def _close_broken() -> None:

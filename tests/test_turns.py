@@ -16,6 +16,7 @@ from django.test import Client
 from django_pgstreams import lookups, turns
 from django_pgstreams.auth import AuthMiddlewareStack
 from django_pgstreams.models import Stream
+from tests.waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("visited")
 
@@ -54,6 +55,22 @@ async def test_an_error_is_its_callers_alone():
 async def test_an_iterator_that_has_ended_is_an_error_too():
     with pytest.raises(RuntimeError, match="StopIteration"):
         await turns.run(next, iter([]))
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+async def test_what_ends_a_thread_or_a_task_ends_neither_and_is_its_callers_alone(kind):
+    """The call that ends so is answered, those that wait behind it are made, and so are later ones."""
+
+    def fail():
+        raise kind
+
+    calls = [turns.run(int, "1"), turns.run(fail), turns.run(int, "3")]
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert results[::2] == [1, 3]
+        assert str(results[1]) == f"a call raised {kind.__name__}"
+        assert isinstance(results[1].__cause__, kind)
+        assert await turns.run(int, "4") == 4
 
 
 async def test_a_broken_connection_does_not_serve_the_next_call():
