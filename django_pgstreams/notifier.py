@@ -239,6 +239,7 @@ def get(using: str) -> Notifier:
 
 def known(using: str) -> Notifier | None:
     """The process's notifier for a database alias, if there is one yet."""
+    background.check_process()
     return _notifiers.get(using)
 
 

@@ -82,6 +82,7 @@ _tallies: dict[str, Tally] = {}
 
 def tally(using: str) -> Tally:
     """The process's tally for a database alias."""
+    background.check_process()
     with _lock:
         return _tallies.setdefault(using, Tally())
 

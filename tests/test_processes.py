@@ -313,6 +313,54 @@ def test_a_child_of_a_fork_that_python_is_not_told_of_starts_empty_too(ear):
     assert {f"{stream.pk}:3", f"{stream.pk}:4"} & set(ear.words())
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform does not fork")
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        "notifier.known('default')",
+        "notifier.get('default')",
+        "listener.known('default')",
+        "listener.get('default')",
+        "polling.tally('default')",
+        "committer.get('default')",
+        "hub.subscribers('default')",
+        "health.get()",
+        "background.is_running()",
+    ],
+)
+def test_whatever_such_a_child_looks_up_first_is_not_its_parents(look_up):
+    """Each look-up must notice by itself: it may be the first use of the app since the fork."""
+    ended = python(
+        f"""
+import ctypes, os
+import django
+django.setup()
+from django_pgstreams import background, committer, health, hub, listener, notifier, polling
+
+# Stands for what the parent's threads own. Here there are none, so that no child can be stuck.
+parents = object()
+for owned in (notifier._notifiers, listener._listeners, polling._tallies, committer._committers, hub._hubs):
+    owned["default"] = parents
+background._loop = parents
+child = ctypes.PyDLL(None).fork()
+if not child:
+    code = 1
+    try:
+        assert {look_up} is not parents
+        here = (notifier, "_notifiers"), (listener, "_listeners"), (polling, "_tallies"), (hub, "_hubs")
+        for module, name in (*here, (committer, "_committers")):
+            assert parents not in getattr(module, name).values()
+        assert background._loop is None
+        code = 0
+    finally:
+        os._exit(code)
+assert os.waitpid(child, 0)[1] == 0
+os._exit(0)
+""",
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 STUCK = signal.SIGALRM
 
 
