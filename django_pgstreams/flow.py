@@ -2,6 +2,12 @@
 
 Invariant: no more than `max_bytes` are unacknowledged, unless a single frame is larger; and what is kept to
 know that does not grow with the number of frames.
+
+The interleaving that matters: an acknowledgement is on its way when the stream goes on at 0 in another life.
+It names a position and no life. Beyond what was sent in this life it is of the last one, and counts for
+nothing. One that is not beyond that cannot be told from this life's, and counts. So near its beginning a life
+may be sent ahead by more than `max_bytes`, until the reader has come to the reset: by what lies before the
+position that the last life had been sent up to.
 """
 
 from __future__ import annotations
@@ -50,9 +56,8 @@ class Flow:
         return position <= max(self.sent, self._forgotten)
 
     def acknowledge(self, position: int) -> bool:
-        """Take an acknowledgement, also one in the middle of a frame; whether it is a new one."""
-        position = min(position, self.sent)
-        if position <= self.acked:
+        """Take an acknowledgement, also one within a frame; whether it is a new one, of this life."""
+        if not self.acked < position <= self.sent:
             return False
         self.acked = position
         done = 0

@@ -89,9 +89,18 @@ def test_a_restart_owes_nothing_and_forgives_what_was_on_its_way():
     assert (flow.sent, flow.acked, flow.unacked_bytes) == (0, 0, 0)
     assert flow.was_sent(10)
     assert not flow.was_sent(11)
+
+
+def test_what_was_not_sent_in_this_life_is_acknowledged_for_the_last_one_only():
+    flow = Flow(0, 100)
+    flow.take(10, 100)
+    flow.restart()
     assert flow.take(1, 100)
-    assert flow.acknowledge(10)  # of the last life: it cannot be told from one of this life's
-    assert flow.acked == 1
+    assert not flow.acknowledge(10)
+    assert (flow.acked, flow.unacked_bytes) == (0, 100)
+    assert not flow.take(2, 1)
+    assert flow.acknowledge(1)
+    assert flow.take(2, 1)
 
 
 def test_what_is_kept_does_not_grow_with_the_frames():

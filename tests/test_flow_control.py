@@ -249,6 +249,27 @@ async def test_a_reset_owes_nothing_for_the_life_before(owner, stream):
         assert (await visit.frame())["data"] == ["next"]
 
 
+async def test_what_is_acknowledged_of_the_life_before_makes_no_room_in_this_one(owner, stream):
+    """The acknowledgement was on its way when the reset was sent."""
+    await append(stream, *[CHUNK] * 30)
+    async with visit_of(owner) as visit:
+        position = (await full(visit))[-1]["next"]
+        await execute(
+            """WITH restored AS (UPDATE pgstreams_stream SET epoch = 'restored' WHERE id = %s RETURNING id)
+               UPDATE pgstreams_chunk AS c SET payload = %s FROM restored WHERE c.stream_id = restored.id""",
+            stream.pk,
+            json.dumps(3 * CHUNK).encode(),
+        )
+        await visit.send("ack", "a/b", offset=position - 1)
+        assert (await visit.frame())["type"] == "reset"
+        frames = await full(visit)
+        assert frames[-1]["next"] < position
+        await visit.send("ack", "a/b", offset=position)
+        assert await visit.communicator.receive_nothing(0.2)
+        await visit.send("ack", "a/b", offset=frames[-1]["next"])
+        assert (await visit.frame())["offset"] == frames[-1]["next"]
+
+
 async def test_unsubscribing_while_it_waits_ends_it(owner, stream):
     await append(stream, *(f"{number:1000}" for number in range(30)))
     async with visit_of(owner, "/ws/streams/") as visit:
