@@ -8,47 +8,12 @@ so that a refused append leaves the caller's transaction usable.
 from __future__ import annotations
 
 APPEND = """
-WITH taken AS (
-    UPDATE pgstreams_stream AS s
-    SET next_offset = s.next_offset + %(count)s,
-        appended_at = CASE WHEN %(count)s > 0 THEN statement_timestamp() ELSE s.appended_at END,
-        state = CASE WHEN %(close)s THEN 'completed' ELSE s.state END,
-        closed_at = CASE WHEN %(close)s THEN statement_timestamp() END
-    WHERE s.id = %(stream_id)s
-      AND s.state = 'open'
-      AND (%(expected_offset)s::bigint IS NULL OR s.next_offset = %(expected_offset)s::bigint)
-      AND NOT EXISTS (
-          SELECT FROM pgstreams_chunk AS c
-          WHERE c.stream_id = %(stream_id)s AND c."offset" >= s.next_offset
-      )
-    RETURNING s.next_offset, s.first_offset, s.state, s.reason, s.appended_at, s.closed_at
-), stored AS (
-    INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at)
-    SELECT %(stream_id)s, taken.next_offset - %(count)s + data.place - 1, data.payload, taken.appended_at
-    FROM taken, unnest(%(payloads)s::bytea[]) WITH ORDINALITY AS data (payload, place)
+SELECT * FROM pgstreams_append_many(
+    %(stream_id)s::bigint, %(payloads)s::bytea[], %(expected_offset)s::bigint, %(close)s
 )
-SELECT * FROM taken
 """
-"""Store payloads at the tail. No row: closed, missing, elsewhere than expected, or a stray row in the way."""
-
-APPEND_ONE = """
-WITH taken AS (
-    UPDATE pgstreams_stream
-    SET next_offset = next_offset + 1, appended_at = statement_timestamp()
-    WHERE id = %(stream_id)s AND state = 'open'
-    RETURNING next_offset, first_offset, state, reason, appended_at, closed_at
-), stored AS (
-    INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at)
-    SELECT %(stream_id)s, next_offset - 1, %(payload)s, appended_at FROM taken
-    ON CONFLICT DO NOTHING
-    RETURNING 1
-)
-SELECT taken.* FROM taken, stored
-"""
-"""`APPEND` of one payload and nothing else, which costs the server much less to read and to plan.
-
-A stray row in the way is stepped over by this statement itself, which stores nothing then and returns no row.
-"""
+"""Store payloads at the tail, and end the stream or not (migration 0005). The counters are all null when the
+stream is closed, missing, elsewhere than expected, or a stray row is in the way."""
 
 COUNTERS = """
 SELECT next_offset, first_offset, state, reason, appended_at, closed_at
@@ -94,7 +59,12 @@ FROM (
            sum(run.bytes) OVER (ORDER BY want.place ROWS UNBOUNDED PRECEDING) AS bytes_up_to_here
     FROM unnest(%(stream_ids)s::bigint[], %(positions)s::bigint[])
          WITH ORDINALITY AS want (stream_id, position, place)
-    LEFT JOIN pgstreams_stream AS s ON s.id = want.stream_id
+    LEFT JOIN LATERAL (
+        SELECT id, epoch, content_type, state, reason, next_offset, first_offset
+        FROM pgstreams_stream
+        WHERE id <= want.stream_id
+        ORDER BY id DESC LIMIT 1
+    ) AS s ON s.id = want.stream_id
     CROSS JOIN LATERAL (
         SELECT min(c.created_at) FILTER (WHERE c."offset" < want.position) AS before,
                min(c."offset") FILTER (WHERE c."offset" >= want.position) AS first_stored,
@@ -128,9 +98,10 @@ Every wanted stream has one row: without `stream_id` when it does not exist. `fi
 offset stored at or after the position. Payloads, and their times (8 bytes each, as Postgres sends them), are
 those of the chunks that follow the position without a hole, as far as the page's bytes go, its first chunk at
 least; none where the pages before it leave no room in the bytes of all. `before` is the time of the chunk
-before the position, by which a reader knows its stream again. Offsets are gapless, so a range of
-them bounds a page. A row per stream, not per chunk: rows would be most of the cost of short chunks. The
-window hands the aggregates their input in its order.
+before the position, by which a reader knows its stream again. Offsets are gapless, so a range of them bounds
+a page. A stream's row is looked for from its newest version on, as the functions of the migrations do; that no
+bound below is given has the planner do so here. A row per stream, not per chunk: rows would be most of the
+cost of short chunks. The window hands the aggregates their input in its order.
 """
 
 PROBE = "SELECT pg_notify(%(channel)s, %(payload)s)"

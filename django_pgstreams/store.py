@@ -83,10 +83,15 @@ def _append(
     expected_offset: int | None,
     close: bool,
 ) -> Counters:
-    statement, parameters = _append_statement(stream_id, payloads, expected_offset, close)
+    parameters = {
+        "stream_id": stream_id,
+        "payloads": payloads,
+        "expected_offset": expected_offset,
+        "close": close,
+    }
     for _ in range(_ATTEMPTS):
-        row = _fetch(using, statement, parameters)
-        if row is not None:
+        row = _fetch(using, sql.APPEND, parameters)
+        if row is not None and row[0] is not None:
             return Counters(*row)
         found = counters(using, stream_id, key)
         refuse_closed(key, found)
@@ -97,20 +102,6 @@ def _append(
         f"Stream {key!r} keeps getting chunks that do not advance its counter: "
         "another program inserts rows into it; let it append through the app."
     )
-
-
-def _append_statement(
-    stream_id: int | None, payloads: list[bytes], expected_offset: int | None, close: bool
-) -> tuple[str, dict[str, Any]]:
-    if len(payloads) == 1 and expected_offset is None and not close:
-        return sql.APPEND_ONE, {"stream_id": stream_id, "payload": payloads[0]}
-    return sql.APPEND, {
-        "stream_id": stream_id,
-        "payloads": payloads,
-        "count": len(payloads),
-        "expected_offset": expected_offset,
-        "close": close,
-    }
 
 
 def close(

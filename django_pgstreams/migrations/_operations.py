@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.db.migrations.operations.special import RunSQL, SeparateDatabaseAndState
+from django.db.migrations.operations.special import SeparateDatabaseAndState
 
 
 class OnPostgres(SeparateDatabaseAndState):
@@ -20,19 +20,3 @@ class OnPostgres(SeparateDatabaseAndState):
     def database_backwards(self, app_label: str, schema_editor: Any, *states: Any) -> None:
         if schema_editor.connection.vendor == "postgresql":
             super().database_backwards(app_label, schema_editor, *states)
-
-
-_PIN_SEARCH_PATH = """
-DO $$ BEGIN
-    EXECUTE format(
-        'ALTER FUNCTION <name> SET search_path = pg_catalog, %s, pg_temp',
-        (SELECT relnamespace::regnamespace FROM pg_class WHERE oid = 'pgstreams_stream'::regclass)
-    );
-END $$
-"""
-
-
-def pin_search_path(function: str) -> RunSQL:
-    """Have a function of the app find the app's tables whatever the caller's search path is, and whatever it
-    has in its temporary schema."""
-    return RunSQL(_PIN_SEARCH_PATH.replace("<name>", function), RunSQL.noop)
