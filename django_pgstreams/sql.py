@@ -99,8 +99,8 @@ offset stored at or after the position. Payloads, and their times (8 bytes each,
 those of the chunks that follow the position without a hole, as far as the page's bytes go, its first chunk at
 least; none where the pages before it leave no room in the bytes of all. `before` is the time of the chunk
 before the position, by which a reader knows its stream again. Offsets are gapless, so a range of them bounds
-a page. A stream's row is looked for from its newest version on, as the functions of the migrations do; that no
-bound below is given has the planner do so here. A row per stream, not per chunk: rows would be most of the
+a page. A stream's row is looked for from its newest version on, as the functions of the migrations do; the
+planner does so because no bound below is given. A row per stream, not per chunk: rows would be most of the
 cost of short chunks. The window hands the aggregates their input in its order.
 """
 
