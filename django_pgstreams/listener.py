@@ -7,7 +7,8 @@ covered by the "everything"; one lost with a broken connection is covered by the
 
 A `LISTEN` that has committed may still hear nothing: a pooler in between gives its session away. So each
 connection is proved by a notification from another one; where it is not heard, this process is deaf, says so
-once, and tries again now and then.
+once, and tries again now and then. Notifications come in the order of their commits, so while others come the
+probe may be queued behind them in a process that is busy: that is no deafness.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _EVERYTHING = Batch((), everything=True)
 _CONNECT_TIMEOUT_SECONDS = 15.0
 _MAX_BACKOFF_SECONDS = 10.0
 _PROBE_SECONDS = 2.0
-"""A notification that is not heard for so long after its commit will not be."""
+"""A notification that is not heard for so long, after its commit or the last one heard, will not be."""
+_QUEUED_PROBE_SECONDS = 30.0
+"""Nor one that is not heard for so long after its commit while others are."""
 _PROBE_SLICE_SECONDS = 0.1
 _MAX_DEAF_BACKOFF_SECONDS = 60.0
 _PATIENCE_SECONDS = 5.0
@@ -201,18 +204,21 @@ class Listener:
         sending = asyncio.create_task(self._send(self._awaited_probe), name="pgstreams-probe")
         sending.add_done_callback(database.mark_retrieved)
         try:
-            ends_at = math.inf
+            ends_at = latest_at = math.inf
             while self._awaited_probe:
-                is_over = time.monotonic() > ends_at  # asked before: a loop that was held up hears first
-                await self._hear(connection, _PROBE_SLICE_SECONDS, stop_after=1)
-                if is_over and self._awaited_probe:
+                now = time.monotonic()  # before it hears: a loop that was held up shall hear first
+                if await self._hear(connection, _PROBE_SLICE_SECONDS, stop_after=1):
+                    # The probe may be queued behind these.
+                    ends_at = max(ends_at, time.monotonic() + _PROBE_SECONDS)
+                if now > min(ends_at, latest_at) and self._awaited_probe:
                     await self._unlisten(connection)
                     raise Deaf(self._why_deaf())
-                if sending.done() and ends_at == math.inf:
+                if sending.done() and latest_at == math.inf:
                     if (error := sending.exception()) is not None:
                         logger.info("Not known yet whether %r hears: %s", self._using, error)
                         return False
-                    ends_at = time.monotonic() + _PROBE_SECONDS
+                    sent_at = time.monotonic()
+                    ends_at, latest_at = sent_at + _PROBE_SECONDS, sent_at + _QUEUED_PROBE_SECONDS
         finally:
             sending.cancel()
             await asyncio.wait([sending])
@@ -252,8 +258,11 @@ class Listener:
 
     async def _hear(
         self, connection: database.AsyncConnection, seconds: float, *, stop_after: int | None = None
-    ) -> None:
+    ) -> bool:
+        """Take what comes in a time; whether anything did."""
+        has_heard = False
         async for notification in connection.notifies(timeout=seconds, stop_after=stop_after):
+            has_heard = True
             if wire.is_probe(notification.payload):
                 if notification.payload == self._awaited_probe:
                     self._awaited_probe = ""
@@ -261,6 +270,7 @@ class Listener:
             self.wake_ups += 1
             self.last_wake_up = datetime.datetime.now(datetime.UTC)
             self._dispatch(wire.unpack(notification.payload))
+        return has_heard
 
     def _dispatch(self, batch: Batch) -> None:
         for callback in self._callbacks:

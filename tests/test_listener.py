@@ -4,13 +4,14 @@ import logging
 import threading
 import time
 
+import psycopg
 import pytest
 from django.db import connections
 
 from django_pgstreams import background, listener
 from django_pgstreams.buffer import Batch, WakeUp
 from django_pgstreams.listener import Listener
-from tests.following import connect, query, sessions, terminate
+from tests.following import connect, conninfo, query, sessions, terminate
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("live")
@@ -326,6 +327,49 @@ def test_wake_ups_are_passed_on_while_a_connection_is_proved(make, proxy):
     assert not listening.is_proved
     proxy.come_up()
     wait_until(lambda: listening.is_proved, "it is proved")
+
+
+def test_a_probe_that_is_queued_behind_wake_ups_is_not_lost(make, proxy, monkeypatch, caplog):
+    """A busy process: the wake-ups before the probe take it far longer than a probe may."""
+    monkeypatch.setattr(listener, "_PROBE_SECONDS", 0.2)
+    proxy.hold()
+    listening = make(proxy.alias, by="default")
+    heard = Heard()
+
+    def work(batch):
+        time.sleep(0.02)
+        heard(batch)
+
+    listening.attach(work)
+    wait_until(lambda: proxy.accepted, "the probe is under way")
+    query(
+        "SELECT count(pg_notify('pgstreams', '1:' || n || repeat(' ', 7000))) "
+        "FROM generate_series(1, 100) AS n"
+    )
+    wait_until(lambda: heard.wake_ups, "the first is heard")
+    proxy.come_up()
+    wait_until(lambda: listening.is_proved, "it is proved")
+    assert [wake_up.tail for wake_up in heard.wake_ups] == list(range(1, 101))
+    assert (listening.listening, listening.connects) == ("yes", 1)
+    assert not caplog.records
+
+
+def test_one_that_hears_others_for_ever_but_not_its_probe_is_deaf(make, another_database, monkeypatch):
+    """What it hears is said in the other database."""
+    monkeypatch.setattr(listener, "_PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "_QUEUED_PROBE_SECONDS", 1.0)
+    listening = make(by=another_database)
+    heard = Heard()
+    with psycopg.connect(conninfo(), dbname="postgres", autocommit=True) as own:
+
+        def is_deaf():
+            own.execute("SELECT pg_notify('pgstreams', '1:1')")
+            return listening.listening == "deaf"
+
+        listening.attach(heard)
+        wait_until(lambda: heard.batches, "it listens")
+        wait_until(is_deaf, "it notices")
+    assert heard.wake_ups
 
 
 def test_a_short_interruption_is_none_and_a_long_one_is(make, proxy, monkeypatch):
