@@ -179,7 +179,7 @@ def _skip_offset() -> None:
 
 
 def _drop_fence() -> None:
-    _rewrite("pgstreams_store", "WHERE w.id = writer AND w.seq = number - 1;", "WHERE w.id = writer;")
+    _rewrite("pgstreams_store", "w.id <= writer AND w.seq = number - 1", "w.id <= writer AND true")
 
 
 def _rewrite(function: str, old: str, new: str) -> None:

@@ -114,7 +114,7 @@ class SessionFrozen(Fault):
     _LOOK_SECONDS = 5.0
     _LOCK_SECONDS = 5
     # A batch that has taken offsets and comes to the writer's row waits there, and holds nothing in memory.
-    _LOCK = "LOCK TABLE pgstreams_writer IN SHARE ROW EXCLUSIVE MODE"
+    _LOCK = "LOCK TABLE pgstreams_writer IN EXCLUSIVE MODE"
     _IN_MID_BATCH = """
         SELECT pid FROM pg_stat_activity
         WHERE application_name = 'pgstreams-writer' AND query LIKE '%%pgstreams_store%%'
