@@ -229,3 +229,57 @@ def test_migrating_backwards_removes_it():
     finally:
         call_command("migrate", "pgstreams", verbosity=0)
     assert query(found) == [("pgstreams_append(text,bytea)",)]
+
+
+# All of the app's functions ------------------------------------------------------------------------
+
+STORE = """
+SELECT bases FROM pgstreams_store(
+    %(writer)s, %(number)s, %(ids)s, %(ones)s, %(nulls)s::bigint[], %(nulls)s::text[], %(nulls)s::text[],
+    %(payloads)s, %(places)s, %(zeros)s, NULL
+)
+"""
+ROWS_READ = """
+SELECT sum(i.idx_tup_read) + min(t.seq_tup_read)
+FROM pg_stat_user_tables AS t JOIN pg_stat_user_indexes AS i USING (relid)
+WHERE t.relname = 'pgstreams_stream'
+"""
+
+
+def test_each_reads_the_rows_of_its_streams_alone_also_by_a_plan_that_was_made_for_few(live):
+    """A session keeps its plans, and there are more streams by the time that anybody counts them."""
+
+    def make(first, last):
+        Stream.objects.bulk_create(Stream(key=f"planned/{number}") for number in range(first, last))
+
+    make(0, 20)
+    ids = list(Stream.objects.order_by("pk").values_list("pk", flat=True))
+    writer = "00000000-0000-0000-0000-000000000001"
+    batch = {"writer": writer, "ids": ids, "ones": [1] * 20, "nulls": [None] * 20, "zeros": [0] * 20}
+    batch |= {"payloads": [b"1"] * 20, "places": list(range(1, 21))}
+    with connect() as own:
+
+        def rows_read():
+            own.execute("SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()")
+            return own.execute(ROWS_READ).fetchone()[0]
+
+        own.execute("INSERT INTO pgstreams_writer (id) VALUES (%s)", [writer])
+        calls = {
+            "pgstreams_store": lambda number: own.execute(STORE, batch | {"number": number}),
+            "pgstreams_append_many": lambda _: own.execute(
+                "SELECT * FROM pgstreams_append_many(%s, %s, NULL, false)", (ids[0], [b"1"])
+            ),
+            "pgstreams_append": lambda _: own.execute(APPEND, ("planned/0", b"1")),
+        }
+        for number in range(1, 11):
+            for call in calls.values():
+                call(number)
+        make(20, 5000)
+        read = {}
+        for name, call in calls.items():
+            before = rows_read()
+            call(11)
+            read[name] = rows_read() - before
+    assert read["pgstreams_store"] < 200
+    assert read["pgstreams_append_many"] < 20
+    assert read["pgstreams_append"] < 20
