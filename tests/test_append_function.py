@@ -274,7 +274,7 @@ def test_each_reads_the_rows_of_its_streams_alone_also_by_a_plan_that_was_made_f
         for number in range(1, 11):
             for call in calls.values():
                 call(number)
-        make(20, 5000)
+        make(20, 2000)
         read = {}
         for name, call in calls.items():
             before = rows_read()
