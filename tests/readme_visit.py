@@ -49,6 +49,7 @@ def visit(page: Page, url: str, username: str, password: str) -> dict[str, Any]:
         page.get_by_role("textbox").fill(text)
         page.get_by_role("button", name="Add").click()
         expect(notes).to_have_count(number)
+        expect(page.get_by_role("textbox")).to_have_value("")  # the page has the answer, and empties it
     wait_for_acknowledgement(page, sockets, 2)
     say("written")
     expect(notes).to_have_count(4)

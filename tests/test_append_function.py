@@ -280,6 +280,7 @@ def test_each_reads_the_rows_of_its_streams_alone_also_by_a_plan_that_was_made_f
             before = rows_read()
             call(11)
             read[name] = rows_read() - before
+        own.execute("DELETE FROM pgstreams_writer WHERE id = %s", [writer])
     assert read["pgstreams_store"] < 200
     assert read["pgstreams_append_many"] < 20
     assert read["pgstreams_append"] < 20
