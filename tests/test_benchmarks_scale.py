@@ -26,7 +26,7 @@ SMALL = {
 
 def test_scale_says_the_slope_of_each_cost(database_url, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(scale, "SIZES", SMALL)
-    code = main(["scale", "--seconds=0.1", "--database-url", database_url, f"--results={tmp_path}"])
+    code = main(["scale", "--seconds=0.5", "--database-url", database_url, f"--results={tmp_path}"])
     printed = capfd.readouterr()
     assert (code, printed.err) == (0, "")
     assert printed.out.splitlines()[-1].startswith("scale: steepest slope by streams ")

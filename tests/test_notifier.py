@@ -200,9 +200,12 @@ def test_a_flush_that_fails_is_made_up_for_and_logged_once(make, ear, caplog):
     wait_until(lambda: ear.heard("2:2"), "the second is heard all the same")
     assert announced.failed_flushes == 1
     assert sessions("notifier") != [pid]
-    messages = [record.message for record in caplog.records if record.name.endswith("notifier")]
-    assert len([text for text in messages if "the flush failed" in text]) == 1
-    assert "Wake-ups of 'default' are sent again" in messages
+
+    def messages():
+        return [record.message for record in caplog.records if record.name.endswith("notifier")]
+
+    wait_until(lambda: "Wake-ups of 'default' are sent again" in messages(), "it says so")
+    assert len([text for text in messages() if "the flush failed" in text]) == 1
 
 
 def test_while_the_server_is_away_wake_ups_gather_and_appends_succeed(proxy, make, ear):
