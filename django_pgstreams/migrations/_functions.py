@@ -161,6 +161,18 @@ $function$;
 
 DROP_APPEND_MANY = "DROP FUNCTION pgstreams_append_many(bigint, bytea[], bigint, boolean)"
 
+_LOCK_ROWS = """        locked := ARRAY(
+            SELECT row.ctid
+            FROM unnest(ids, expected) WITH ORDINALITY AS want (id, expected, place)
+            LEFT JOIN LATERAL (
+                SELECT s.ctid FROM pgstreams_stream AS s
+                WHERE s.id >= want.id AND s.id <= want.id AND s.state = 'open'
+                  AND (want.expected IS NULL OR s.next_offset = want.expected)
+                ORDER BY s.id DESC LIMIT 1 FOR NO KEY UPDATE<skipping>
+            ) AS row ON true
+            ORDER BY want.place
+        );"""
+
 # Per stream, in the order of their ids: id, count of chunks, expected offset or null, and the state and
 # reason to end with or null. Per chunk: payload, its stream's place from 1 on, its place in that from 0 on.
 # Rows that are locked elsewhere are left out, or waited for as long as `waiting` says. The lock lets foreign
@@ -182,30 +194,10 @@ DECLARE
     base bigint;
 BEGIN
     IF waiting IS NULL THEN
-        locked := ARRAY(
-            SELECT row.ctid
-            FROM unnest(ids, expected) WITH ORDINALITY AS want (id, expected, place)
-            LEFT JOIN LATERAL (
-                SELECT s.ctid FROM pgstreams_stream AS s
-                WHERE s.id >= want.id AND s.id <= want.id AND s.state = 'open'
-                  AND (want.expected IS NULL OR s.next_offset = want.expected)
-                ORDER BY s.id DESC LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
-            ) AS row ON true
-            ORDER BY want.place
-        );
+<lock rows that are free>
     ELSE
         PERFORM set_config('lock_timeout', waiting, true);
-        locked := ARRAY(
-            SELECT row.ctid
-            FROM unnest(ids, expected) WITH ORDINALITY AS want (id, expected, place)
-            LEFT JOIN LATERAL (
-                SELECT s.ctid FROM pgstreams_stream AS s
-                WHERE s.id >= want.id AND s.id <= want.id AND s.state = 'open'
-                  AND (want.expected IS NULL OR s.next_offset = want.expected)
-                ORDER BY s.id DESC LIMIT 1 FOR NO KEY UPDATE
-            ) AS row ON true
-            ORDER BY want.place
-        );
+<lock rows>
     END IF;
 
     bases := array_fill(-1::bigint, ARRAY[cardinality(ids)]);
@@ -259,7 +251,9 @@ BEGIN
     END IF;
 END
 $function$;
-"""
+""".replace("<lock rows that are free>", _LOCK_ROWS.replace("<skipping>", " SKIP LOCKED")).replace(
+    "<lock rows>", _LOCK_ROWS.replace("<skipping>", "")
+)
 
 DROP_STORE = """
 DROP FUNCTION pgstreams_store(
