@@ -237,7 +237,7 @@ async def test_a_hint_that_tells_nothing_new_costs_no_query():
         ours.wake_from_thread(Batch((hint,), everything=False))
     await in_thread(stream.append)(5)
     await until(lambda: reader.offsets[-1] == 5, "a real one is followed")
-    assert ours.queries == queries + 1
+    assert ours.queries <= queries + 1  # none, if a read was under way that saw it
     await reader.stop()
 
 

@@ -19,6 +19,7 @@ from websockets.sync.client import connect
 
 from django_pgstreams import consumers
 from tests.fresh_project import PASSWORD, USERNAME, Block, FreshProject, Program, fresh_project
+from tests.servers import Connection
 from tests.waiting import DEADLINE_SECONDS, wait_until
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Visitor:
             additional_headers={"Cookie": f"sessionid={self._cookie('sessionid')}"},
             open_timeout=DEADLINE_SECONDS,
             proxy=None,
+            create_connection=Connection,
         ) as connection:
             yield Socket(connection, key)
 
