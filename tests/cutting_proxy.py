@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import struct
-import threading
-
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+from benchmarks.shared.proxy import Connection, Ends, Proxy
 
 
-class CuttingProxy:
-    """Passes one connection on to a port of this machine, until `mark` has come back."""
+class CuttingProxy(Proxy):
+    """Passes connections on to a port of this machine, each until `mark` has come back on it."""
 
     def __init__(self, port: int, mark: bytes) -> None:
         self._mark = mark
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._server = socket.create_connection(("127.0.0.1", port))
-        self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
-        self._thread.start()
+        super().__init__(("127.0.0.1", port))
 
-    def _run(self) -> None:
-        client, _ = self._listener.accept()
-        upstream = threading.Thread(target=self._pass_upstream, args=[client], name="proxy", daemon=True)
-        upstream.start()
-        passed = b""
-        cut = -1
-        with contextlib.suppress(OSError):
-            while cut < 0 and (data := self._server.recv(65536)):
-                before = len(passed)
-                passed += data
-                place = passed.find(self._mark)
-                cut = place + len(self._mark) if place >= 0 else -1
-                client.sendall(passed[before : cut if cut >= 0 else None])
-        for end in (client, self._server):
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        upstream.join()
+    def connection(self, client: Ends, server: Ends | None) -> Connection:
+        return _CutConnection(self._mark, client, server)
 
-    def _pass_upstream(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := client.recv(65536):
-                self._server.sendall(data)
 
-    def close(self) -> None:
-        self._listener.close()
-        self._thread.join(30)
+class _CutConnection(Connection):
+    def __init__(self, mark: bytes, client: Ends, server: Ends | None) -> None:
+        super().__init__(client, server)
+        self._mark = mark
+        self._passed = b""
+
+    def from_server(self, data: bytes) -> bytes:
+        before = len(self._passed)
+        self._passed += data
+        place = self._passed.find(self._mark)
+        if place < 0:
+            return data
+        self.end_after_this()
+        return self._passed[before : place + len(self._mark)]

@@ -10,20 +10,19 @@ from concurrent.futures import Future
 from typing import Any
 
 import psycopg
-from django.db import DatabaseError, close_old_connections, connections
-from psycopg.conninfo import conninfo_to_dict
+from django.db import DatabaseError, close_old_connections
 from websockets.exceptions import ConnectionClosed
 
 from benchmarks.shared.cluster import Cluster
 from benchmarks.shared.postgres import migrate, new_database
-from django_pgstreams import hub, receivers
+from django_pgstreams import hub
 from django_pgstreams.exceptions import OffsetConflict
 from django_pgstreams.models import Stream
 from django_pgstreams.writer import StreamWriter
+from tests.aliases import alias, settings_of
 from tests.concurrency import start
 from tests.servers import ANYBODY, ServerProcess, Socket
 
-ALIAS = "cluster"
 _PAUSE_SECONDS = 0.002
 _RETRY_SECONDS = 0.02
 
@@ -34,37 +33,19 @@ def everybody(user: Any, stream: Stream, action: str) -> bool:
 
 
 @contextlib.contextmanager
-def alias_of(cluster: Cluster) -> Iterator[str]:
-    """A new database on the cluster, with the app's tables, as the Django alias `ALIAS`; its address."""
+def database_on(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """A new database on the cluster, with the app's tables: its Django alias, and its address."""
     address = new_database(cluster.address)
     migrate(address)
-    given = conninfo_to_dict(address)
-    connections.settings[ALIAS] = connections.settings["default"] | {
-        "ENGINE": "django.db.backends.postgresql",
-        "HOST": given["host"],
-        "PORT": given["port"],
-        "NAME": given["dbname"],
-        "USER": given["user"],
-        "PASSWORD": "",
-        "OPTIONS": {},
-    }
-    yield address
-    receivers.release()
-    connections[ALIAS].close()
-    del connections[ALIAS]
-    del connections.settings[ALIAS]
-
-
-def make_stream(key: str) -> Stream:
-    """A new stream on the cluster."""
-    return Stream.objects.using(ALIAS).create(key=key)
+    with alias("cluster", **settings_of(address)) as name:
+        yield name, address
 
 
 def stored(stream: Stream) -> list[Any]:
     """The values of a stream; fails unless they are contiguous."""
     close_old_connections()  # that to a server which is gone
     values = [chunk.data for chunk in stream.read(limit=1_000_000)]
-    found = Stream.objects.using(ALIAS).get(pk=stream.pk)
+    found = Stream.objects.using(stream._state.db).get(pk=stream.pk)
     assert len(values) == found.next_offset
     return values
 

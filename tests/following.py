@@ -24,7 +24,7 @@ from psycopg.conninfo import make_conninfo
 from django_pgstreams import hub, listener, receivers, wire
 from django_pgstreams.models import Stream
 from tests.concurrency import DEADLINE_SECONDS
-from tests.postgres_proxy import PostgresProxy, through
+from tests.postgres_proxy import PostgresProxy, proxied
 from tests.waiting import wait_until
 
 _FAREWELL_SECONDS = 10
@@ -53,16 +53,8 @@ async def alive(live: None) -> AsyncIterator[None]:
 @pytest.fixture
 def proxy(live: None) -> Iterator[PostgresProxy]:
     """A proxy before the test database; the Django alias `proxy.alias` goes through it."""
-    settings = connections["default"].get_connection_params()
-    made = PostgresProxy(settings.get("host", "localhost"), str(settings.get("port", 5432)))
-    connections.settings[made.alias] = through(made, connections.settings["default"])
-    yield made
-    made.come_up()
-    receivers.release()
-    connections[made.alias].close()
-    del connections[made.alias]
-    del connections.settings[made.alias]
-    made.close()
+    with proxied(PostgresProxy()) as made:
+        yield made
 
 
 # Waiting -------------------------------------------------------------------------------------------

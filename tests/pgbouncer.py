@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import psycopg
-from django.db import connection, connections
+from django.db import connection
 from psycopg.conninfo import make_conninfo
 
-from django_pgstreams import receivers
 from example_project.embedded.cluster import become, server_account
+from tests.aliases import alias
 from tests.postgres_proxy import through
 from tests.waiting import wait_until
 
@@ -37,7 +37,7 @@ class PgBouncer:
         self._server = connection.get_connection_params()
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        self.alias = f"pooled_{self.port}"
+        self.alias = ""
         self._write("users", f'"{self.user}" "{self._server.get("password", "")}"\n')
         if self._account is not None:
             os.chown(directory, self._account.uid, self._account.gid)
@@ -122,11 +122,6 @@ def pooler() -> Iterator[PgBouncer]:
     """A pooler that a test starts; for a fixture."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="pgbouncer-", ignore_cleanup_errors=True) as path:
         made = PgBouncer(Path(path))
-        settings = through(made, connections.settings["default"])
-        connections.settings[made.alias] = settings | {"USER": made.user}
-        yield made
-        receivers.release()
-        connections[made.alias].close()
-        del connections[made.alias]
-        del connections.settings[made.alias]
+        with alias("pooled", **through(made.port), USER=made.user) as made.alias:
+            yield made
         made.stop()

@@ -9,13 +9,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import connections
-from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.shared.node import Node
 from benchmarks.shared.postgres import fresh_database
 from django_pgstreams import receivers
 from example_project.embedded.cluster import Cluster
+from tests.aliases import alias, settings_of
 
 _SETTINGS = {
     "max_notify_queue_pages": "64",  # as few as there may be
@@ -24,9 +23,9 @@ _SETTINGS = {
 
 
 class PrivatePostgres(Node):
-    """A server with one database, which the Django alias `private` leads to."""
+    """A server with one database, which the Django alias `alias` leads to."""
 
-    alias = "private"
+    alias = ""
     conninfo = ""
 
     def query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -64,22 +63,10 @@ def private_server() -> Iterator[PrivatePostgres]:
 @pytest.fixture
 def private(private_server: PrivatePostgres, live: None) -> Iterator[PrivatePostgres]:
     """The server, with its Django alias."""
-    own = conninfo_to_dict(private_server.conninfo)
-    connections.settings["private"] = {
-        **connections.settings["default"],
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": own["dbname"],
-        "USER": own["user"],
-        "PASSWORD": "",
-        "HOST": own["host"],
-        "PORT": str(own["port"]),
-    }
-    yield private_server
-    receivers.release()
-    if not private_server.is_running:
-        private_server.start()
-    connections["private"].close()
-    del connections["private"]
-    del connections.settings["private"]
+    with alias("private", **settings_of(private_server.conninfo)) as private_server.alias:
+        yield private_server
+        receivers.release()
+        if not private_server.is_running:
+            private_server.start()
     private_server.query("DELETE FROM pgstreams_chunk")
     private_server.query("DELETE FROM pgstreams_stream")

@@ -8,6 +8,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections
 
 from django_pgstreams import checks
+from tests.aliases import alias
 
 
 def found() -> list[tuple[str, str]]:
@@ -17,10 +18,12 @@ def found() -> list[tuple[str, str]]:
 
 
 class ToElsewhere:
-    """A database router that sends streams to the alias `elsewhere`."""
+    """A database router that sends streams to the alias of the fixture `elsewhere`."""
+
+    alias = ""
 
     def db_for_write(self, model, **hints):
-        return "elsewhere" if model._meta.app_label == "pgstreams" else None
+        return self.alias if model._meta.app_label == "pgstreams" else None
 
 
 async def async_hook(user, stream, action):
@@ -30,14 +33,8 @@ async def async_hook(user, stream, action):
 @pytest.fixture
 def elsewhere():
     """A second alias, of SQLite, which nothing connects to."""
-    connections.settings["elsewhere"] = {
-        **connections.settings["default"],
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": ":memory:",
-    }
-    yield "elsewhere"
-    del connections["elsewhere"]
-    del connections.settings["elsewhere"]
+    with alias("elsewhere", ENGINE="django.db.backends.sqlite3", NAME=":memory:") as ToElsewhere.alias:
+        yield ToElsewhere.alias
 
 
 def test_a_sound_project_passes(settings):
@@ -83,7 +80,7 @@ def test_streams_on_another_database_than_postgres_are_an_error(settings, elsewh
     settings.DATABASE_ROUTERS = [f"{__name__}.ToElsewhere"]
     [(check_id, message)] = found()
     assert check_id == "pgstreams.E003"
-    assert "'elsewhere', which is sqlite" in message
+    assert f"'{elsewhere}', which is sqlite" in message
 
 
 @pytest.mark.parametrize("alias", ["", "default"])
@@ -103,16 +100,11 @@ def test_listening_by_an_alias_of_another_kind_of_database_is_an_error(settings,
     settings.PGSTREAMS = {"LISTEN_DATABASE": elsewhere}
     [(check_id, message)] = found()
     assert check_id == "pgstreams.E004"
-    assert "'elsewhere', which is sqlite" in message
+    assert f"'{elsewhere}', which is sqlite" in message
 
 
 @pytest.mark.parametrize(("name", "problems"), [(None, []), ("another", ["pgstreams.W001"])])
 def test_listening_to_what_seems_another_database_is_a_warning(settings, name, problems):
-    default = connections.settings["default"]
-    connections.settings["direct"] = {**default, "NAME": name or default["NAME"]}
-    settings.PGSTREAMS = {"LISTEN_DATABASE": "direct"}
-    try:
+    with alias("direct", NAME=name or connections.settings["default"]["NAME"]) as direct:
+        settings.PGSTREAMS = {"LISTEN_DATABASE": direct}
         assert [check_id for check_id, _ in found()] == problems
-    finally:
-        del connections["direct"]
-        del connections.settings["direct"]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from django.contrib.auth.models import User
-from django.db import OperationalError, connection, connections, transaction
+from django.db import OperationalError, connection, transaction
 
 from django_pgstreams import committer, receivers
 from django_pgstreams.exceptions import (
@@ -19,6 +19,7 @@ from django_pgstreams.exceptions import (
 )
 from django_pgstreams.models import Stream
 from django_pgstreams.writer import StreamWriter
+from tests.aliases import alias
 from tests.concurrency import run_all, start
 from tests.following import connect, in_thread, query, sessions, store, waiting_for_lock
 from tests.waiting import wait_until
@@ -512,19 +513,11 @@ def test_a_callback_that_would_wait_for_itself_is_refused():
 
 def test_a_database_that_is_no_postgres_is_explained():
     [stream] = make_streams(1)
-    connections.settings["lite"] = {
-        **connections.settings["default"],
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": ":memory:",
-    }
-    try:
-        with pytest.raises(AppendFailed, match="Streams need Postgres"):
-            StreamWriter(stream, using="lite").append(1)
-    finally:
-        receivers.release()
-        connections["lite"].close()
-        del connections["lite"]
-        del connections.settings["lite"]
+    with (
+        alias("lite", ENGINE="django.db.backends.sqlite3", NAME=":memory:") as lite,
+        pytest.raises(AppendFailed, match="Streams need Postgres"),
+    ):
+        StreamWriter(stream, using=lite).append(1)
 
 
 def test_it_lets_go_of_a_database_that_django_is_about_to_drop():

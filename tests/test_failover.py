@@ -27,8 +27,7 @@ from tests.failing_over import (
     SqlWriter,
     Watching,
     Writing,
-    alias_of,
-    make_stream,
+    database_on,
     stored,
     write_by_append,
     write_by_append_many,
@@ -56,19 +55,24 @@ def reads() -> int:
 class Place:
     """A cluster, and its database."""
 
-    def __init__(self, servers: Cluster, address: str) -> None:
+    def __init__(self, servers: Cluster, alias: str, address: str) -> None:
         self.servers = servers
+        self.alias = alias
         self.address = address
         self.conninfo = address
         self.database = conninfo_to_dict(address)["dbname"]
+
+    def make_stream(self, key: str) -> Stream:
+        """A new stream in the database."""
+        return Stream.objects.using(self.alias).create(key=key)
 
 
 @pytest.fixture(scope="module")
 def replicated(django_db_blocker) -> Iterator[Place]:
     # Processes are killed here, not machines, so what was written is kept all the same.
     quick = cluster(synchronous=True, settings={"fsync": "off"})
-    with django_db_blocker.unblock(), quick as made, alias_of(made) as address:
-        yield Place(made, address)
+    with django_db_blocker.unblock(), quick as made, database_on(made) as (alias, address):
+        yield Place(made, alias, address)
 
 
 @pytest.fixture
@@ -101,7 +105,7 @@ def relay(stack: ExitStack, place: Place) -> None:
 
 
 def test_writers_and_readers_carry_on_and_nothing_acknowledged_is_lost(place):
-    streams = {name: make_stream(f"carry-on/{name}") for name in ("append", "many", "batches", "sql")}
+    streams = {name: place.make_stream(f"carry-on/{name}") for name in ("append", "many", "batches", "sql")}
     with ExitStack() as stack:
         server = serve(stack, place)
         relay(stack, place)
@@ -160,7 +164,7 @@ def test_writers_and_readers_carry_on_and_nothing_acknowledged_is_lost(place):
 def test_a_standby_is_waited_for_and_not_believed(place):
     """The address leads to it before its promotion, and it lags behind what has been read."""
     servers = place.servers
-    streams = [make_stream("early/append"), make_stream("early/batches")]
+    streams = [place.make_stream("early/append"), place.make_stream("early/batches")]
     servers.wait_until_in_sync()
     with psycopg.connect(servers.standby.address, autocommit=True) as own:
         own.execute("SELECT pg_wal_replay_pause()")
@@ -191,7 +195,7 @@ def test_a_standby_is_waited_for_and_not_believed(place):
 
 def test_an_old_primary_that_falls_silent_is_left(place):
     """No reset and no end reaches its clients: the host is gone, or the network to it."""
-    stream = make_stream("silent")
+    stream = place.make_stream("silent")
     batching = Batching(stream)
     following = Following(stream)
     wait_until(lambda: len(following.values) > 300, "it is read")
@@ -244,7 +248,7 @@ def test_chunks_that_were_lost_are_a_reset_never_a_silent_hole(lossy):
     """Whatever became of the offsets: not taken yet, taken up to the reader's position, or beyond it."""
     old, lost_values = values_of("old", 0, 5), values_of("lost", 5, 10)
     new = {name: values_of("new", 5, 5 + count) for name, count in (("short", 0), ("same", 5), ("long", 9))}
-    streams = {name: make_stream(f"lost/{name}") for name in new}
+    streams = {name: lossy.make_stream(f"lost/{name}") for name in new}
     with ExitStack() as stack:
         server = serve(stack, lossy)
         for stream in streams.values():
@@ -275,7 +279,7 @@ def test_chunks_that_were_lost_are_a_reset_never_a_silent_hole(lossy):
 
 def test_with_new_epochs_whoever_comes_back_later_is_told_too(lossy):
     """The statement that README has for it, given before the address moves."""
-    stream = make_stream("later")
+    stream = lossy.make_stream("later")
     epoch = stream.epoch
     append(stream, *values_of("old", 0, 5))
     with lost(lossy):
@@ -290,7 +294,7 @@ def test_with_new_epochs_whoever_comes_back_later_is_told_too(lossy):
 
 
 def test_who_has_read_nothing_that_was_lost_goes_on(lossy):
-    stream = make_stream("kept")
+    stream = lossy.make_stream("kept")
     append(stream, *values_of("old", 0, 5))
     following = Following(stream)
     wait_until(lambda: len(following.values) == 5, "it is read")
@@ -303,7 +307,7 @@ def test_who_has_read_nothing_that_was_lost_goes_on(lossy):
 
 
 def test_a_writer_whose_last_batches_were_lost_goes_on_behind_what_is_left(lossy):
-    stream = make_stream("writer")
+    stream = lossy.make_stream("writer")
     with StreamWriter(stream) as writer:
         assert [writer.append(f"old {n}") for n in range(3)] == [0, 1, 2]
         with lost(lossy):

@@ -6,11 +6,11 @@ import time
 
 import psycopg
 import pytest
-from django.db import connections
 
 from django_pgstreams import background, listener
 from django_pgstreams.buffer import Batch, WakeUp
 from django_pgstreams.listener import Listener
+from tests.aliases import alias
 from tests.following import connect, conninfo, query, sessions, terminate
 from tests.waiting import wait_until
 
@@ -244,11 +244,8 @@ def test_closing_does_not_wait_for_a_dead_connection(make, proxy):
 @pytest.fixture
 def another_database():
     """An alias that leads to another database of the server."""
-    connections.settings["another"] = {**connections.settings["default"], "NAME": "postgres"}
-    yield "another"
-    connections["another"].close()
-    del connections["another"]
-    del connections.settings["another"]
+    with alias("another", NAME="postgres") as name:
+        yield name
 
 
 def test_each_connection_is_proved_by_another_one_which_is_closed_again(make, caplog):
@@ -282,7 +279,7 @@ def test_one_that_hears_nothing_says_so_once_and_tries_again_with_longer_waits(
     assert listening._failures >= 3
     assert heard.everythings >= 4
     [message] = [record.getMessage() for record in caplog.records]
-    assert """PGSTREAMS["LISTEN_DATABASE"], 'another',""" in message
+    assert f"""PGSTREAMS["LISTEN_DATABASE"], '{another_database}',""" in message
     assert "'default'" in message
 
 
@@ -292,7 +289,6 @@ def test_one_that_was_deaf_and_hears_again_says_so(make, another_database, caplo
     listening = make(by=another_database)
     listening.attach(Heard())
     wait_until(lambda: listening.listening == "deaf", "it notices")
-    connections[another_database].settings_dict["NAME"] = connections["default"].settings_dict["NAME"]
     listening._by = "default"
     wait_until(lambda: listening.listening == "yes", "it hears")
     assert listening.hears

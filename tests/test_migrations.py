@@ -8,6 +8,7 @@ from django.db import connection, connections
 from django.db.migrations.recorder import MigrationRecorder
 
 from django_pgstreams.models import Stream
+from tests.aliases import alias
 
 
 def column(statement: str, *parameters: object, using=connection) -> list:
@@ -113,21 +114,14 @@ def test_migrating_backwards_removes_the_tables_and_forwards_makes_them_again():
 @pytest.fixture
 def sqlite(tmp_path):
     """A second alias, of SQLite, while the test runs."""
-    connections.settings["sqlite"] = {
-        **connections.settings["default"],
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": tmp_path / "db.sqlite3",
-    }
-    yield connections["sqlite"]
-    connections["sqlite"].close()
-    del connections["sqlite"]
-    del connections.settings["sqlite"]
+    with alias("lite", ENGINE="django.db.backends.sqlite3", NAME=tmp_path / "db.sqlite3") as lite:
+        yield connections[lite]
 
 
 def test_elsewhere_than_on_postgres_migrating_does_nothing(sqlite, django_db_blocker):
     with django_db_blocker.unblock():
-        call_command("migrate", database="sqlite", verbosity=0)
+        call_command("migrate", database=sqlite.alias, verbosity=0)
         assert ("pgstreams", "0001_initial") in MigrationRecorder(sqlite).applied_migrations()
         assert tables(sqlite) == []
-        call_command("migrate", "pgstreams", "zero", database="sqlite", verbosity=0)
+        call_command("migrate", "pgstreams", "zero", database=sqlite.alias, verbosity=0)
         assert ("pgstreams", "0001_initial") not in MigrationRecorder(sqlite).applied_migrations()

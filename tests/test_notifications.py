@@ -15,10 +15,11 @@ import pytest
 from django.contrib.auth.models import User
 from django.db import connection, connections, transaction
 
-from django_pgstreams import health, listener, notifier, receivers
+from django_pgstreams import health, listener, notifier
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Chunk, Stream
 from django_pgstreams.writer import StreamWriter
+from tests.aliases import alias
 from tests.concurrency import start
 from tests.following import Process, connect, is_listening, query
 from tests.servers import Socket, headers_of, serving
@@ -48,16 +49,10 @@ def stream(live):
 
 
 @contextlib.contextmanager
-def beside(alias, **changes):
+def beside(name, **changes):
     """Another alias of a database: who writes by it wakes followers of the first by notification only."""
-    connections.settings["beside"] = connections.settings[alias] | changes
-    try:
-        yield "beside"
-    finally:
-        receivers.release()
-        connections["beside"].close()
-        del connections["beside"]
-        del connections.settings["beside"]
+    with alias("beside", **connections.settings[name] | changes) as made:
+        yield made
 
 
 class Follower:
@@ -153,7 +148,7 @@ def test_where_notifying_is_forbidden_appends_succeed_and_the_poll_delivers(priv
     private.query("REVOKE EXECUTE ON FUNCTION pg_notify FROM PUBLIC")
     allow = "GRANT EXECUTE ON FUNCTION pg_notify TO PUBLIC"
     try:
-        with beside("private", USER="plain") as plain:
+        with beside(private.alias, USER="plain") as plain:
             check_failing_notifications(
                 private,
                 plain,
@@ -177,7 +172,7 @@ def test_where_the_queue_is_full_appends_succeed_and_the_poll_delivers(private, 
     with pytest.raises(psycopg.OperationalError, match="too many notifications"):
         fill_the_queue(private)
     try:
-        with beside("private") as other:
+        with beside(private.alias) as other:
             check_failing_notifications(private, other, caplog, "too many notifications", stuck.close)
     finally:
         stuck.close()
@@ -191,12 +186,12 @@ def fill_the_queue(private):
 
 def check_failing_notifications(private, using, caplog, why, mend):
     stream = Stream.objects.using(using).create(key="notified")
-    following = Follower(stream, "private")
+    following = Follower(stream, private.alias)
     for number in range(20):
         assert stream.append(number).offset == number
         following.wait_for(number - 10)
     following.wait_for(20)
-    wait_until(lambda: health.get("private").found_only_by_poll, "it was the poll that found them")
+    wait_until(lambda: health.get(private.alias).found_only_by_poll, "it was the poll that found them")
     sent = notifier.get(using)
     wait_until(lambda: sent.failed_flushes >= 3, "it is tried again and again")
     wait_until(lambda: health.get(using).pending_wake_ups == 1, "it waits for another try")
@@ -209,10 +204,10 @@ def check_failing_notifications(private, using, caplog, why, mend):
     wait_until(
         lambda: private.query("SELECT pg_notification_queue_usage()") == [(0.0,)], "the queue is empty"
     )
-    before = listener.get("private").wake_ups
+    before = listener.get(private.alias).wake_ups
     stream.append(20, close=True)
     assert following.values() == list(range(21))
-    wait_until(lambda: listener.get("private").wake_ups > before, "a wake-up is heard")
+    wait_until(lambda: listener.get(private.alias).wake_ups > before, "a wake-up is heard")
 
 
 # Limits of notifications -------------------------------------------------------------------------------
@@ -310,14 +305,15 @@ def test_writers_do_not_feel_the_notifications(settings):
 @pytest.mark.usefixtures("quick_poll")
 def test_while_a_commit_holds_the_lock_of_all_that_notify_appends_go_on(private):
     """The lock is the whole cluster's, and held until the commit is on the disk, or on a standby."""
-    private.query(f"ALTER DATABASE {connections.settings['private']['NAME']} SET synchronous_commit = local")
+    name = connections.settings[private.alias]["NAME"]
+    private.query(f"ALTER DATABASE {name} SET synchronous_commit = local")
     private.query("CREATE TABLE other (value int)")
     try:
         private.query("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
         private.query("SELECT pg_reload_conf()")
-        with beside("private") as other:
+        with beside(private.alias) as other:
             stream = Stream.objects.using(other).create(key="notified")
-            following = Follower(stream, "private")
+            following = Follower(stream, private.alias)
             stuck = start(notify_in_a_commit_that_hangs, private)
             held = f"SELECT pid FROM pg_locks WHERE {NOTIFY_LOCK} AND granted = %s"
             wait_until(lambda: private.query(held, True), "the commit holds the lock")
@@ -379,7 +375,7 @@ def test_a_transaction_that_stays_open_elsewhere_leaves_appending_and_reading_fa
     """
 
     def make(name, count):
-        return [Stream.objects.using("private").create(key=f"{name}/{number}") for number in range(count)]
+        return [Stream.objects.using(private.alias).create(key=f"{name}/{number}") for number in range(count)]
 
     def read(stream):
         list(stream.read(stream.next_offset - 1))

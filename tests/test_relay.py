@@ -8,10 +8,11 @@ import time
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connections, transaction
+from django.db import transaction
 
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Stream
+from tests.aliases import alias
 from tests.concurrency import start
 from tests.following import (
     connect,
@@ -346,16 +347,11 @@ def test_wrong_options_are_refused(options, message):
 
 
 def test_another_database_than_postgres_is_refused(settings):
-    connections.settings["sqlite"] = {
-        **connections.settings["default"],
-        "ENGINE": "django.db.backends.sqlite3",
-    }
-    try:
-        with pytest.raises(CommandError, match="'sqlite' is sqlite, not Postgres"):
-            call_command("pgstreams", "relay", database="sqlite")
-    finally:
-        del connections["sqlite"]
-        del connections.settings["sqlite"]
+    with (
+        alias("lite", ENGINE="django.db.backends.sqlite3") as lite,
+        pytest.raises(CommandError, match=f"'{lite}' is sqlite, not Postgres"),
+    ):
+        call_command("pgstreams", "relay", database=lite)
 
 
 def test_its_intervals_can_be_set(relays, ear, stream):

@@ -26,7 +26,8 @@ SETTLE = b"SET seq = seq + 1"
 @pytest.fixture
 def proxy(live):
     """A proxy before the test database; the Django alias `proxy.alias` goes through it."""
-    yield from losing()
+    with losing() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -318,7 +319,8 @@ def test_a_second_connection_that_cannot_be_made_holds_nobody_up(proxy):
 @pytest.fixture
 def repeatable(live):
     """A proxy whose sessions have another isolation level by default."""
-    yield from losing(options="-c default_transaction_isolation=repeatable\\ read")
+    with losing(options="-c default_transaction_isolation=repeatable\\ read") as made:
+        yield made
 
 
 def test_another_default_isolation_does_not_disturb(stream, repeatable, caplog):

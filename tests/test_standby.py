@@ -7,12 +7,11 @@ import time
 import psutil
 import psycopg
 import pytest
-from django.db import connections
-from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.shared.cluster import cluster
 from django_pgstreams import background, listener
 from django_pgstreams.listener import Listener
+from tests.aliases import alias, settings_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.once
@@ -31,17 +30,8 @@ def servers():
 @pytest.fixture
 def standby(servers):
     """A Django alias that leads to the standby, whatever becomes of it."""
-    address = conninfo_to_dict(servers.standby.address)
-    connections.settings["standby"] = {
-        **connections.settings["default"],
-        "ENGINE": "django.db.backends.postgresql",
-        **{name: address[name.lower()] for name in ("HOST", "PORT", "USER")},
-        "NAME": address["dbname"],
-    }
-    yield "standby"
-    connections["standby"].close()
-    del connections["standby"]
-    del connections.settings["standby"]
+    with alias("standby", **settings_of(servers.standby.address)) as name:
+        yield name
 
 
 @pytest.fixture

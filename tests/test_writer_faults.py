@@ -43,7 +43,8 @@ print(json.dumps(offsets), flush=True)
 
 @pytest.fixture
 def proxy(live):
-    yield from losing()
+    with losing() as made:
+        yield made
 
 
 def stored_offsets(streams):
