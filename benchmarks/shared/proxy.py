@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Self, TypeVar
 
 _BLOCK_BYTES = 65536
+_BACKLOG = 1000
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 T = TypeVar("T")
@@ -115,10 +116,11 @@ class Proxy:
         self.accepted = 0
         """How many connections there were."""
         self._loop = asyncio.new_event_loop()
-        self._listener = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.port: int = self._listener.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
+        listening = asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=_BACKLOG)
+        self._listener = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
+        self.port: int = self._listener.sockets[0].getsockname()[1]
 
     def __enter__(self) -> Self:
         return self
