@@ -124,6 +124,31 @@ def test_a_bad_key_is_closed_with_its_code(server, headers, key):
         assert visit.close_code() == 4400
 
 
+@pytest.mark.parametrize("query", ["", "?offset=1"])
+def test_the_last_slash_may_be_missing(server, stream, headers, query):
+    stream.append_many(["first", "second"], close=True)
+    address = server.url("a/b").partition("?")[0].removesuffix("/") + query
+    with Socket(address, headers) as visit:
+        frames = visit.frames("closed")
+        assert {frame["stream"] for frame in frames} == {"a/b"}
+        assert frames[1]["data"] == (["second"] if query else ["first", "second"])
+        assert visit.close_code() == 1000
+
+
+def test_the_last_slash_may_be_missing_where_the_client_names_the_streams(server, stream, headers):
+    stream.append("first", close=True)
+    with Socket(server.url().removesuffix("/"), headers) as visit:
+        visit.send("subscribe", "a/b")
+        assert visit.frames("closed")[1]["data"] == ["first"]
+
+
+@pytest.mark.parametrize("path", ["a/b//", "/", "/a/b"])
+def test_more_slashes_than_one_are_part_of_a_bad_key(server, stream, headers, path):
+    with Socket(server.url() + path, headers) as visit:
+        assert visit.frame()["code"] == "bad_request"
+        assert visit.close_code() == 4400
+
+
 def test_the_forbidden_and_the_unknown_look_alike(server, stream):
     stream.append("secret")
     stranger = headers_of(User.objects.create_user("stranger"))
