@@ -12,8 +12,8 @@ from .consumers import StreamConsumer
 _consumer: Any = StreamConsumer.as_asgi()
 
 websocket_urlpatterns = [
-    # The last slash may be missing, and the key may be anything: the consumer answers a wrong one with a close
-    # code, while a path without a route is an error of the server's, which a client takes for a lost network.
+    # With or without the last slash, and whatever the key: the consumer answers a wrong one with a close
+    # code; a path without a route is an error of the server's, which a client takes for a lost network.
     re_path(r"^ws/streams/?$", _consumer),
     re_path(r"^ws/streams/(?P<key>(?s:.*?))/?$", _consumer),
 ]
