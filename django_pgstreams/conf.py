@@ -78,6 +78,8 @@ class Settings:
 
 _DEFAULTS = Settings()
 _TYPES: dict[str, type] = {field.name: type(getattr(_DEFAULTS, field.name)) for field in fields(Settings)}
+MAX_INTERVAL_SECONDS = 2_147_483
+"""Postgres and the operating system's waits count milliseconds in 32 bits."""
 _POSTGRES_NAME_BYTES = 63
 _CHOICES = {"NOTIFIER": ("thread", "relay")}
 
@@ -124,6 +126,11 @@ def _checked(name: str, value: Any) -> Any:
         raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be of type {wanted.__name__}, not {value!r}.")
     if wanted is not str and not 0 < value < math.inf:
         raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be above 0 and finite, not {value!r}.")
+    if wanted is float and value > MAX_INTERVAL_SECONDS:
+        raise ImproperlyConfigured(
+            f"PGSTREAMS[{name!r}] must be at most {MAX_INTERVAL_SECONDS} s (24 days), not {value!r}: "
+            "Postgres can wait no longer."
+        )
     if name in _CHOICES and value not in _CHOICES[name]:
         choices = " or ".join(map(repr, _CHOICES[name]))
         raise ImproperlyConfigured(f"PGSTREAMS[{name!r}] must be {choices}, not {value!r}.")
@@ -132,9 +139,19 @@ def _checked(name: str, value: Any) -> Any:
             "PGSTREAMS['READ_POOL_SIZE'] must be at least 2: one connection serves live reads, "
             "the others catch-up."
         )
-    if name == "CHANNEL" and not 0 < len(value.encode()) <= _POSTGRES_NAME_BYTES:
-        raise ImproperlyConfigured(
-            f"PGSTREAMS['CHANNEL'] must have 1 to {_POSTGRES_NAME_BYTES} bytes, not "
-            f"{len(value.encode())}: Postgres would cut it, and nobody would be woken."
-        )
+    if name == "CHANNEL":
+        _check_channel(value)
     return value
+
+
+def _check_channel(name: str) -> None:
+    size_bytes = len(name.encode(errors="surrogatepass"))
+    if not 0 < size_bytes <= _POSTGRES_NAME_BYTES:
+        raise ImproperlyConfigured(
+            f"PGSTREAMS['CHANNEL'] must have 1 to {_POSTGRES_NAME_BYTES} bytes, not {size_bytes}: Postgres "
+            "would cut it, and nobody would be woken."
+        )
+    if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in name):
+        raise ImproperlyConfigured(
+            f"PGSTREAMS['CHANNEL'] must not hold NUL or lone surrogates, not {name!r}: Postgres takes none."
+        )

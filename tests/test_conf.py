@@ -9,9 +9,11 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from django_pgstreams import conf
+from django_pgstreams.models import Stream
 
 DEFAULTS = conf.Settings()
 NAMES = [field.name for field in dataclasses.fields(conf.Settings)]
+INTERVALS = [name for name in NAMES if name.endswith("_SECONDS")]
 NUMBERS = [name for name in NAMES if not isinstance(getattr(DEFAULTS, name), str)]
 
 WRONG = [
@@ -28,6 +30,9 @@ WRONG = [
     ("CHANNEL", "", "must have 1 to 63 bytes, not 0"),
     ("CHANNEL", "x" * 64, "must have 1 to 63 bytes, not 64"),
     ("CHANNEL", "ü" * 32, "must have 1 to 63 bytes, not 64"),
+    ("CHANNEL", "\ud800" * 22, "must have 1 to 63 bytes, not 66"),
+    ("CHANNEL", "a\0b", r"must not hold NUL or lone surrogates, not 'a\x00b'"),
+    ("CHANNEL", "a\ud800", r"must not hold NUL or lone surrogates, not 'a\ud800'"),
     ("PERMISSION", len, "must be of type str"),
     ("NOTIFIER", None, "must be of type str"),
     ("NOTIFIER", "", "must be 'thread' or 'relay', not ''"),
@@ -74,6 +79,25 @@ def test_every_number_is_above_zero_and_finite(settings, name, value):
     settings.PGSTREAMS = {name: value}
     with pytest.raises(ImproperlyConfigured, match=name):
         conf.get()
+
+
+@pytest.mark.parametrize("name", INTERVALS)
+@pytest.mark.parametrize("value", [2_147_484, 3e6, 1e300])
+def test_an_interval_longer_than_postgres_can_count_is_refused(settings, name, value):
+    settings.PGSTREAMS = {name: value}
+    with pytest.raises(ImproperlyConfigured, match=f"'{name}'. must be at most 2147483 s"):
+        conf.get()
+    assert len(conf.problems()) == 1
+
+
+@pytest.mark.parametrize("seconds", [1e-9, conf.MAX_INTERVAL_SECONDS])
+@pytest.mark.django_db
+def test_postgres_takes_the_shortest_and_the_longest_interval(settings, seconds):
+    settings.PGSTREAMS = dict.fromkeys(INTERVALS, seconds)
+    assert conf.problems() == []
+    stream = Stream.objects.create(key="a")
+    stream.cancel()
+    assert stream.state == "cancelled"
 
 
 @pytest.mark.parametrize("value", ["x" * 63, "ü" * 31, "With Space"])
