@@ -83,6 +83,11 @@ def check_payload(content_type: str, payload: Any) -> bytes:
     return checked
 
 
+def check_metadata(metadata: Any) -> None:
+    """Raise `InvalidPayload` unless a `jsonb` column can hold this: JSON as in a payload, but no NUL."""
+    _encode_json(metadata, "metadata", _dump_for_jsonb)
+
+
 def check_size(payload: bytes | memoryview, max_bytes: int) -> None:
     """Raise `InvalidPayload` for a payload above `MAX_CHUNK_BYTES`."""
     if len(payload) > max_bytes:
@@ -154,11 +159,20 @@ def _dump(data: Any) -> bytes:
     return "".join(_encode_in_c(data, 0)).encode()
 
 
-def _encode_json(data: Any) -> bytes:
+def _dump_for_jsonb(data: Any) -> bytes:
+    text = _dump(data)
+    # Without the escaped backslashes, what looks like an escape is one.
+    if rb"\u0000" in text.replace(rb"\\", b""):
+        raise ValueError("jsonb holds no NUL (U+0000)")
+    return text
+
+
+def _encode_json(data: Any, name: str = "data", dump: Callable[[Any], bytes] = _dump) -> bytes:
     try:
-        return _dump(data)
+        return dump(data)
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidPayload(f"{_locate(data)} cannot be stored as JSON: {_explain(error)}.") from error
+        place = _locate(data, name, dump)
+        raise InvalidPayload(f"{place} cannot be stored as JSON: {_explain(error)}.") from error
 
 
 def _encode_text(content_type: str, data: Any) -> bytes:
@@ -178,12 +192,12 @@ def _explain(error: Exception) -> str:
     return str(error).rstrip(".")
 
 
-def _locate(data: Any) -> str:
+def _locate(data: Any, name: str, dump: Callable[[Any], bytes]) -> str:
     """The path of the innermost part that cannot be encoded, such as `data['items'][3]`."""
-    path, part = "data", data
+    path, part = name, data
     while True:
-        for step, child in _children(part):
-            if not _encodes(child):
+        for step, child in _children(part, dump):
+            if not _encodes(child, dump):
                 path, part = path + step, child
                 break
         else:
@@ -192,21 +206,20 @@ def _locate(data: Any) -> str:
             return path[:_MAX_PATH_CHARACTERS] + "…"
 
 
-def _encodes(part: Any) -> bool:
+def _encodes(part: Any, dump: Callable[[Any], bytes]) -> bool:
     try:
-        _dump(part)
+        dump(part)
     except (ValueError, TypeError, RecursionError):
         return False
     return True
 
 
-def _children(part: Any) -> Iterator[tuple[str, Any]]:
+def _children(part: Any, dump: Callable[[Any], bytes]) -> Iterator[tuple[str, Any]]:
     if isinstance(part, dict):
         for key, value in part.items():
             # A key that is wrong by itself ends the path: a wrapped empty list has no children.
-            yield (
-                (f"[{key!a}] (the key)", _BadKey()) if not _encodes({key: None}) else (f"[{key!a}]", value)
-            )
+            good = _encodes({key: None}, dump)
+            yield (f"[{key!a}]", value) if good else (f"[{key!a}] (the key)", _BadKey())
     elif isinstance(part, list | tuple):
         yield from ((f"[{index}]", value) for index, value in enumerate(part))
 

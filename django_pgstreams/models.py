@@ -34,6 +34,7 @@ from .managers import (
     refuse_managed,
     store_chunks,
 )
+from .metadata import MetadataField
 
 _INITIAL = {
     "next_offset": 0,
@@ -86,7 +87,7 @@ class Stream(models.Model):
         related_name="+",
         verbose_name=_("owner"),
     )
-    metadata = models.JSONField(_("metadata"), default=dict, blank=True)
+    metadata = MetadataField(_("metadata"), default=dict, blank=True)
     state = models.CharField(
         _("state"),
         max_length=9,

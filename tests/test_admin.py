@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from django.db import connection
 from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
 from django.urls import path, reverse
+from django.utils.html import conditional_escape
 
 from django_pgstreams.admin import CappedPaginator, StreamAdmin
 from django_pgstreams.exceptions import StreamMissing
@@ -546,6 +548,55 @@ def test_errors_are_shown_on_the_form(admin_client, change, error):
     assert response.status_code == 200
     assert error in response.content.decode()
     assert Stream.objects.count() == 1
+
+
+@pytest.mark.parametrize("emptied", ["", "null"])
+def test_emptied_metadata_is_none(admin_client, emptied):
+    assert admin_client.post(LIST + "add/", {**NEW, "metadata": emptied}).status_code == 302
+    added = Stream.objects.get()
+    assert added.metadata == {}
+    Stream.objects.update(metadata={"a": 1})
+    assert admin_client.post(page_of(added), {**NEW, "metadata": emptied}).status_code == 302
+    added.refresh_from_db()
+    assert added.metadata == {}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error"),
+    [
+        (r'{"a": "x\u0000"}', r"metadata['a'] cannot be stored as JSON: jsonb holds no NUL (U+0000)."),
+        (r'{"a": [1, {"\u0000": 2}]}', r"metadata['a'][1]['\x00'] (the key) cannot be stored as JSON"),
+        (r'["\\\u0000"]', "metadata[0] cannot be stored as JSON: jsonb holds no NUL"),
+        ('{"a": NaN}', "metadata['a'] cannot be stored as JSON: "),
+        ('[1, {"a": 1e999}]', "metadata[1]['a'] cannot be stored as JSON: "),
+        ("-Infinity", "metadata cannot be stored as JSON: "),
+        (r'{"a": "\ud800"}', "metadata['a'] cannot be stored as JSON: lone surrogate U+D800"),
+        ("[" * 100_000, "Enter a valid JSON."),
+        ("9" * 5_000, "Enter a valid JSON."),
+        ("\0", "Enter a valid JSON."),
+    ],
+)
+@pytest.mark.parametrize("where", ["add", "change"])
+def test_metadata_that_cannot_be_stored_is_an_error_of_the_form(admin_client, stream, where, metadata, error):
+    url = LIST + "add/" if where == "add" else page_of(stream)
+    response = admin_client.post(url, {**NEW, "metadata": metadata})
+    assert response.status_code == 200
+    html = response.content.decode()
+    assert html.count('class="errorlist"') == 1
+    assert conditional_escape(error) in html
+    # What was typed is there to be mended.
+    assert conditional_escape(metadata) in html
+    assert [(found.key, found.metadata) for found in Stream.objects.all()] == [("chat/1", {})]
+
+
+@pytest.mark.parametrize(
+    "metadata", [r"\u0000", {"a": "\\\\u0000 \\u0000"}, [0, -1.5, "😀", True, None], "", 0, False]
+)
+def test_other_metadata_is_stored_as_it_is(admin_client, stream, metadata):
+    response = admin_client.post(page_of(stream), {**NEW, "metadata": json.dumps(metadata)})
+    assert response.status_code == 302
+    stream.refresh_from_db()
+    assert stream.metadata == metadata
 
 
 def test_who_may_only_view_sees_all_and_changes_nothing(client, stream):

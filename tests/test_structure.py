@@ -25,7 +25,7 @@ FLOORS = [
         *["sockets", "sql"],
     },
     {"codec", "database", "keys", "piping", "polling", "store", "watch", "window"},
-    {"managers", "settling", "turns", "wire"},
+    {"managers", "metadata", "settling", "turns", "wire"},
     {"answers", "auth", "models", "notifier", "relay"},
     {"follower", "listener", "lookups", "permissions", "previews"},
     {"admin", "checks", "subscription"},

@@ -13,6 +13,7 @@ from django.db import migrations, models
 
 import django_pgstreams.codec
 import django_pgstreams.keys
+import django_pgstreams.metadata
 import django_pgstreams.models
 from django_pgstreams.migrations._operations import OnPostgres
 
@@ -48,7 +49,10 @@ STREAM = migrations.CreateModel(
                 verbose_name="content type",
             ),
         ),
-        ("metadata", models.JSONField(blank=True, default=dict, verbose_name="metadata")),
+        (
+            "metadata",
+            django_pgstreams.metadata.MetadataField(blank=True, default=dict, verbose_name="metadata"),
+        ),
         (
             "state",
             models.CharField(
