@@ -1,6 +1,6 @@
 """The app's SQL, by name. Parameters are psycopg's named ones.
 
-Invariant: `next_offset` moves only in the statement that stores the chunks, under the stream's row lock, so
+Invariant: `next_offset` moves only with the chunks that it counts, under the stream's row lock, so
 offsets are gapless and become visible in commit order; and no statement here fails where refusing would do,
 so that a refused append leaves the caller's transaction usable.
 """
@@ -69,12 +69,13 @@ FROM (
         SELECT min(c.created_at) FILTER (WHERE c."offset" < want.position) AS before,
                coalesce(
                    min(c."offset") FILTER (WHERE c."offset" >= want.position),
-                   least(
-                       s.next_offset,
-                       least(
-                           greatest(want.position, s.first_offset), 9223372036854775807 - %(max_chunks)s
-                       ) + %(max_chunks)s
-                   )
+                   CASE WHEN want.position < s.next_offset THEN (
+                       SELECT min(beyond."offset")
+                       FROM pgstreams_chunk AS beyond
+                       WHERE beyond.stream_id = want.stream_id
+                         AND beyond."offset" >= greatest(want.position, s.first_offset)
+                         AND beyond."offset" < s.next_offset
+                   ) END
                ) AS first_stored,
                array_agg(c.payload) FILTER (WHERE c.fits) AS payloads,
                string_agg(timestamptz_send(c.created_at), '') FILTER (WHERE c.fits) AS times,
@@ -103,14 +104,13 @@ ORDER BY page.place
 """One page of each of several streams, each with its stream's row: one statement, hence one snapshot.
 
 Every wanted stream has one row: without `stream_id` when it does not exist. `first_stored` is the first
-offset stored at or after the position; where the page's range holds none, its end, or the tail. Payloads, and
-their times (8 bytes each, as Postgres sends them), are those of the chunks that follow the position without a
-hole, as far as the page's bytes go, its first chunk at least; none where the pages before it leave no room in
-the bytes of all. `before` is the time of the chunk before the position, by which a reader knows its stream
-again. Offsets are gapless, so a range of them bounds a page. A stream's row is looked for from its newest
-version on, as the functions of the migrations do; the planner does so because no bound below is given. A row
-per stream, not per chunk: rows would be most of the cost of short chunks. The window hands the aggregates
-their input in its order.
+offset stored at or after the position, however far a hole reaches. Payloads, and their times (8 bytes each,
+as Postgres sends them), are those of the chunks that follow the position without a hole, as far as the page's
+bytes go, its first chunk at least; none where the pages before it leave no room in the bytes of all. `before`
+is the time of the chunk before the position, by which a reader knows its stream again. Offsets are gapless,
+so a range of them bounds a page. A stream's row is looked for from its newest version on, as the functions of
+the migrations do; the planner does so because no bound below is given. A row per stream, not per chunk: rows
+would be most of the cost of short chunks. The window hands the aggregates their input in its order.
 """
 
 PROBE = "SELECT pg_notify(%(channel)s, %(payload)s)"

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import psycopg
 import pytest
@@ -18,19 +19,25 @@ from django.core.management import call_command
 from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_pgstreams import codec
+from django_pgstreams import codec, receivers
 from django_pgstreams.exceptions import (
     InvalidPayload,
     OffsetConflict,
     StreamBusy,
     StreamClosed,
+    StreamGap,
     StreamMissing,
 )
 from django_pgstreams.models import Chunk, Stream
+from django_pgstreams.writer import StreamWriter
 from tests.concurrency import DEADLINE_SECONDS, in_this_thread, run_all, start
+from tests.following import connect, query
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+WAITING = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+"""Sessions that wait for another one's lock."""
 
 
 @pytest.fixture
@@ -754,6 +761,72 @@ def test_an_expected_offset_where_a_stray_row_is_conflicts(stream):
             stream.append("x", expected_offset=0)
         assert (caught.value.expected, caught.value.actual) == (0, 1)
         assert stream.append("x", expected_offset=1).offset == 1
+
+
+def test_a_row_beyond_the_tail_is_in_the_way_of_several_only(stream):
+    far = 10**15
+    insert_behind_its_back(stream, far)
+    assert [stream.append("one").offset, stream.append("by one").offset] == [0, 1]
+    assert [chunk.offset for chunk in stream.append_many(["two", "more"])] == [far + 1, far + 2]
+    with pytest.raises(StreamGap) as caught:
+        list(stream.read())
+    assert (caught.value.requested, caught.value.first) == (2, far)
+    assert [chunk.data for chunk in stream.read(far)] == ["stray", "two", "more"]
+
+
+@pytest.mark.parametrize("given", [{}, {"close": True}, {"expected_offset": 0}], ids=str)
+def test_an_append_waits_for_a_row_in_its_way_that_is_not_committed_yet(stream, given):
+    with connect() as own:
+        with own.transaction():
+            own.execute("INSERT INTO pgstreams_chunk VALUES (%s, 0, %s)", (stream.pk, b'"stray"'))
+            appending = start(lambda: append_in_a_transaction(stream, given))
+            wait_until(lambda: query(WAITING), "the append waits")
+        assert appending.result(60) == ("conflict" if "expected_offset" in given else 1)
+    stream.refresh_from_db()
+    assert stream.state == ("completed" if "close" in given else "open")
+
+
+def append_in_a_transaction(stream: Stream, given: dict[str, Any]) -> int | str:
+    """The offset, or "conflict"; fails unless the transaction is usable afterwards."""
+    with transaction.atomic():
+        try:
+            return Stream.objects.get(pk=stream.pk).append("mine", **given).offset
+        except OffsetConflict:
+            return "conflict"
+        finally:
+            assert value("SELECT 1") == 1
+
+
+@pytest.fixture
+def tallied(stream):
+    """Each chunk that is stored is counted in its stream's row, by a trigger."""
+    execute(
+        """
+        CREATE FUNCTION tally() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            UPDATE pgstreams_stream SET metadata = jsonb_build_object('last', new."offset")
+            WHERE id = new.stream_id;
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER tally AFTER INSERT ON pgstreams_chunk FOR EACH ROW EXECUTE FUNCTION tally();
+        """
+    )
+    yield
+    receivers.release()
+    execute("DROP FUNCTION tally CASCADE")
+
+
+@pytest.mark.usefixtures("tallied")
+def test_a_trigger_on_chunks_may_update_the_streams_row(stream):
+    assert value("SELECT pgstreams_append('s', '1')") == 0
+    insert_behind_its_back(stream, 1)
+    assert value("SELECT pgstreams_append('s', '2')") == 2
+    assert stream.append(3).offset == 3
+    assert [chunk.offset for chunk in stream.append_many([4, 5])] == [4, 5]
+    assert StreamWriter(stream).append(6) == 6
+    stream.append(7, close=True)
+    stream.refresh_from_db()
+    assert (stream.next_offset, stream.state, stream.metadata) == (8, "completed", {"last": 7})
+    assert [chunk.data for chunk in stream.read()] == [1, "stray", 2, 3, 4, 5, 6, 7]
 
 
 def test_threads_that_meet_stray_rows_at_once_all_go_on(stream):

@@ -80,7 +80,7 @@ def test_chunks_have_one_index_and_no_foreign_key(db):
 
 def test_counters_have_room_and_no_index(db):
     assert column("SELECT unnest(reloptions) FROM pg_class WHERE relname = 'pgstreams_stream'") == [
-        "fillfactor=10"
+        "fillfactor=50"
     ]
     indexed = column(
         """

@@ -402,7 +402,7 @@ def test_a_transaction_that_stays_open_elsewhere_leaves_appending_and_reading_fa
         private.query("ANALYZE pgstreams_stream")
         wait_until(lambda: updates()[0] >= before[0] + 10 * VERSIONS, "its updates are counted")
         all_of_them, hot, dead = updates()
-        assert hot - before[1] > 0.9 * (all_of_them - before[0])
+        assert hot - before[1] > 0.75 * (all_of_them - before[0])
         assert dead > 9 * VERSIONS
         for stream in old:
             stream.refresh_from_db()

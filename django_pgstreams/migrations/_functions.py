@@ -40,7 +40,8 @@ def make(name: str, text: str, drop: Any = migrations.RunSQL.noop) -> migrations
 # The offset comes from the stream's row, under its lock, so only a row that something else stored can be in
 # the way: the counter is raised past it. JSON is cast to json, as jsonb refuses "\u0000"; since json lets
 # halves of surrogate pairs pass, they are looked for. Text may hold NUL, which Postgres's own text may not:
-# another character takes its place for the check.
+# another character takes its place for the check. Once it is stored, a trigger on chunks may have updated the
+# stream's row, which is at another place then.
 APPEND = r"""
 CREATE OR REPLACE FUNCTION pgstreams_append(key text, payload bytea) RETURNS bigint
 LANGUAGE plpgsql AS $function$
@@ -49,6 +50,7 @@ DECLARE
     taken_id bigint;
     taken_offset bigint;
     place tid;
+    is_stored boolean;
     content_type text;
     state text;
     reason text;
@@ -100,15 +102,20 @@ BEGIN
         INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at)
         VALUES (taken_id, taken_offset, pgstreams_append.payload, statement_timestamp())
         ON CONFLICT DO NOTHING;
-        IF FOUND THEN
+        is_stored := FOUND;
+        LOOP
             UPDATE pgstreams_stream AS s
-            SET next_offset = taken_offset + 1, appended_at = statement_timestamp()
+            SET next_offset = CASE WHEN is_stored THEN taken_offset + 1 ELSE (
+                    SELECT max(c."offset") + 1 FROM pgstreams_chunk AS c WHERE c.stream_id = s.id
+                ) END,
+                appended_at = CASE WHEN is_stored THEN statement_timestamp() ELSE s.appended_at END
             WHERE s.ctid = place;
+            EXIT WHEN FOUND;
+            SELECT s.ctid INTO STRICT place FROM pgstreams_stream AS s WHERE s.id = taken_id;
+        END LOOP;
+        IF is_stored THEN
             RETURN taken_offset;
         END IF;
-        UPDATE pgstreams_stream AS s
-        SET next_offset = (SELECT max(c."offset") + 1 FROM pgstreams_chunk AS c WHERE c.stream_id = s.id)
-        WHERE s.ctid = place;
     END LOOP;
     RAISE EXCEPTION 'stream % keeps getting chunks that do not advance its counter', quote_literal(key)
         USING ERRCODE = 'lock_not_available',
@@ -119,7 +126,9 @@ $function$;
 
 DROP_APPEND = "DROP FUNCTION pgstreams_append(text, bytea)"
 
-# What is refused is untouched, and its row not even locked: a caller's transaction may go on for long.
+# What is refused is left as it was. One payload alone waits for a row in its way that is not committed yet,
+# and is refused. Several fail then, and are refused for any row beyond the tail: others may follow them. As
+# above, a trigger on chunks may have moved the stream's row.
 APPEND_MANY = """
 CREATE OR REPLACE FUNCTION pgstreams_append_many(
     target bigint, payloads bytea[], expected bigint, ends boolean,
@@ -137,24 +146,41 @@ BEGIN
     WHERE s.id >= target AND s.id <= target AND s.state = 'open'
       AND (expected IS NULL OR s.next_offset = expected)
     ORDER BY s.id DESC LIMIT 1 FOR NO KEY UPDATE;
-    IF NOT FOUND OR EXISTS (
-        SELECT FROM pgstreams_chunk AS c WHERE c.stream_id = target AND c."offset" >= base
-    ) THEN
+    IF NOT FOUND THEN
         RETURN;
     END IF;
 
-    UPDATE pgstreams_stream AS s
-    SET next_offset = base + cardinality(payloads),
-        appended_at = CASE WHEN cardinality(payloads) > 0 THEN statement_timestamp() ELSE s.appended_at END,
-        state = CASE WHEN ends THEN 'completed' ELSE s.state END,
-        closed_at = CASE WHEN ends THEN statement_timestamp() END
-    WHERE s.ctid = place
-    RETURNING s.next_offset, s.first_offset, s.state, s.reason, s.appended_at, s.closed_at
-    INTO next_offset, first_offset, state, reason, appended_at, closed_at;
+    IF cardinality(payloads) = 1 THEN
+        INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at)
+        VALUES (target, base, payloads[1], statement_timestamp())
+        ON CONFLICT DO NOTHING;
+        IF NOT FOUND THEN
+            RETURN;
+        END IF;
+    ELSIF EXISTS (
+        SELECT FROM pgstreams_chunk AS c WHERE c.stream_id = target AND c."offset" >= base
+    ) THEN
+        RETURN;
+    ELSE
+        INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at)
+        SELECT target, base + data.nth - 1, data.payload, statement_timestamp()
+        FROM unnest(payloads) WITH ORDINALITY AS data (payload, nth);
+    END IF;
 
-    INSERT INTO pgstreams_chunk (stream_id, "offset", payload, created_at)
-    SELECT target, base + data.nth - 1, data.payload, statement_timestamp()
-    FROM unnest(payloads) WITH ORDINALITY AS data (payload, nth);
+    LOOP
+        UPDATE pgstreams_stream AS s
+        SET next_offset = base + cardinality(payloads),
+            appended_at = CASE
+                WHEN cardinality(payloads) > 0 THEN statement_timestamp() ELSE s.appended_at
+            END,
+            state = CASE WHEN ends THEN 'completed' ELSE s.state END,
+            closed_at = CASE WHEN ends THEN statement_timestamp() END
+        WHERE s.ctid = place
+        RETURNING s.next_offset, s.first_offset, s.state, s.reason, s.appended_at, s.closed_at
+        INTO next_offset, first_offset, state, reason, appended_at, closed_at;
+        EXIT WHEN FOUND;
+        SELECT s.ctid INTO STRICT place FROM pgstreams_stream AS s WHERE s.id = target;
+    END LOOP;
 END
 $function$;
 """
