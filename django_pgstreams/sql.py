@@ -48,70 +48,13 @@ LOCK_STREAM = "SELECT FROM pgstreams_stream WHERE id = %(stream_id)s FOR UPDATE"
 DELETE_CHUNKS = "DELETE FROM pgstreams_chunk WHERE stream_id = %(stream_id)s"
 
 PAGES = """
-SELECT page.place, page.stream_id, page.epoch, page.content_type, page.state, page.reason,
-       page.next_offset, page.first_offset, page.first_stored,
-       CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, %(max_bytes)s) THEN page.payloads END,
-       CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, %(max_bytes)s) THEN page.times END,
-       timestamptz_send(page.before), pg_is_in_recovery()
-FROM (
-    SELECT want.place, s.id AS stream_id, s.epoch, s.content_type, s.state, s.reason,
-           s.next_offset, s.first_offset, run.before, run.first_stored, run.payloads, run.times, run.bytes,
-           sum(run.bytes) OVER (ORDER BY want.place ROWS UNBOUNDED PRECEDING) AS bytes_up_to_here
-    FROM unnest(%(stream_ids)s::bigint[], %(positions)s::bigint[])
-         WITH ORDINALITY AS want (stream_id, position, place)
-    LEFT JOIN LATERAL (
-        SELECT id, epoch, content_type, state, reason, next_offset, first_offset
-        FROM pgstreams_stream
-        WHERE id <= want.stream_id
-        ORDER BY id DESC LIMIT 1
-    ) AS s ON s.id = want.stream_id
-    CROSS JOIN LATERAL (
-        SELECT min(c.created_at) FILTER (WHERE c."offset" < want.position) AS before,
-               coalesce(
-                   min(c."offset") FILTER (WHERE c."offset" >= want.position),
-                   CASE WHEN want.position < s.next_offset THEN (
-                       SELECT min(beyond."offset")
-                       FROM pgstreams_chunk AS beyond
-                       WHERE beyond.stream_id = want.stream_id
-                         AND beyond."offset" >= greatest(want.position, s.first_offset)
-                         AND beyond."offset" < s.next_offset
-                   ) END
-               ) AS first_stored,
-               array_agg(c.payload) FILTER (WHERE c.fits) AS payloads,
-               string_agg(timestamptz_send(c.created_at), '') FILTER (WHERE c.fits) AS times,
-               sum(octet_length(c.payload)) FILTER (WHERE c.fits) AS bytes
-        FROM (
-            SELECT chunk."offset", chunk.payload, chunk.created_at,
-                   chunk."offset" >= want.position
-                   AND chunk."offset" - row_number() OVER run
-                       = least(first_value(chunk."offset") OVER run, want.position) - 1
-                   AND sum(CASE WHEN chunk."offset" >= want.position THEN octet_length(chunk.payload) END)
-                       OVER run - octet_length(chunk.payload) < %(max_page_bytes)s AS fits
-            FROM pgstreams_chunk AS chunk
-            WHERE chunk.stream_id = want.stream_id
-              AND chunk."offset" >= want.position - 1
-              AND chunk."offset" < s.next_offset
-              AND chunk."offset" < least(
-                  greatest(want.position, s.first_offset), 9223372036854775807 - %(max_chunks)s
-              ) + %(max_chunks)s
-            WINDOW run AS (ORDER BY chunk."offset" ROWS UNBOUNDED PRECEDING)
-            ORDER BY chunk."offset"
-        ) AS c
-    ) AS run
-) AS page
-ORDER BY page.place
+SELECT * FROM pgstreams_pages(
+    %(stream_ids)s::bigint[], %(positions)s::bigint[],
+    %(max_chunks)s::bigint, %(max_bytes)s::bigint, %(max_page_bytes)s::bigint
+)
 """
-"""One page of each of several streams, each with its stream's row: one statement, hence one snapshot.
-
-Every wanted stream has one row: without `stream_id` when it does not exist. `first_stored` is the first
-offset stored at or after the position, however far a hole reaches. Payloads, and their times (8 bytes each,
-as Postgres sends them), are those of the chunks that follow the position without a hole, as far as the page's
-bytes go, its first chunk at least; none where the pages before it leave no room in the bytes of all. `before`
-is the time of the chunk before the position, by which a reader knows its stream again. Offsets are gapless,
-so a range of them bounds a page. A stream's row is looked for from its newest version on, as the functions of
-the migrations do; the planner does so because no bound below is given. A row per stream, not per chunk: rows
-would be most of the cost of short chunks. The window hands the aggregates their input in its order.
-"""
+"""One page of each of several streams, each with its stream's row: one statement, hence one snapshot
+(migration 0005 tells what its columns are)."""
 
 PROBE = "SELECT pg_notify(%(channel)s, %(payload)s)"
 

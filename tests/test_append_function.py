@@ -8,6 +8,7 @@ from django.core.management import call_command
 from django.db import transaction
 from psycopg import errors
 
+from django_pgstreams import pages, sql
 from django_pgstreams.exceptions import InvalidPayload
 from django_pgstreams.models import Chunk, Stream
 from tests.concurrency import run_all, start
@@ -257,6 +258,7 @@ def test_each_reads_the_rows_of_its_streams_alone_also_by_a_plan_that_was_made_f
     writer = "00000000-0000-0000-0000-000000000001"
     batch = {"writer": writer, "ids": ids, "ones": [1] * 20, "nulls": [None] * 20, "zeros": [0] * 20}
     batch |= {"payloads": [b"1"] * 20, "places": list(range(1, 21))}
+    wanted = pages.parameters(ids, [0] * 20, max_chunks=100, max_bytes=1_000_000)
     with connect() as own:
 
         def rows_read():
@@ -270,6 +272,7 @@ def test_each_reads_the_rows_of_its_streams_alone_also_by_a_plan_that_was_made_f
                 "SELECT * FROM pgstreams_append_many(%s, %s, NULL, false)", (ids[0], [b"1"])
             ),
             "pgstreams_append": lambda _: own.execute(APPEND, ("planned/0", b"1")),
+            "pgstreams_pages": lambda _: own.execute(sql.PAGES, wanted),
         }
         for number in range(1, 11):
             for call in calls.values():
@@ -284,3 +287,4 @@ def test_each_reads_the_rows_of_its_streams_alone_also_by_a_plan_that_was_made_f
     assert read["pgstreams_store"] < 200
     assert read["pgstreams_append_many"] < 20
     assert read["pgstreams_append"] < 20
+    assert read["pgstreams_pages"] < 100

@@ -391,6 +391,10 @@ def test_a_transaction_that_stays_open_elsewhere_leaves_appending_and_reading_fa
     private.query("VACUUM pgstreams_stream")
     old = make("old", 10)
     before = updates()
+    times = collections.defaultdict(list)
+    for number, early in enumerate(make("early", 100)):
+        early.append(number)
+        times["read", "early"].append(took(lambda: read(early)))  # noqa: B023
     with private.connect() as reporting, reporting.transaction(), contextlib.ExitStack() as stack:
         reporting.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         reporting.execute("SELECT count(*) FROM pgstreams_stream")
@@ -407,7 +411,6 @@ def test_a_transaction_that_stays_open_elsewhere_leaves_appending_and_reading_fa
         for stream in old:
             stream.refresh_from_db()
         writers = {stream: stack.enter_context(StreamWriter(stream)) for stream in old}
-        times = collections.defaultdict(list)
         for number, new in enumerate(make("new", 300)):
             new.append(0)
             for kind, stream in (("old", old[number % 10]), ("new", new)):
@@ -418,6 +421,7 @@ def test_a_transaction_that_stays_open_elsewhere_leaves_appending_and_reading_fa
     medians = {what: statistics.median(values) for what, values in times.items()}
     for what in ("append", "read", "write"):
         assert medians[what, "old"] < 2 * medians[what, "new"]
+    assert medians["read", "old"] < 5 * medians["read", "early"]  # the same plan; told from another moment
     private.query("VACUUM pgstreams_stream")
     wait_until(lambda: updates()[2] < 100, "vacuum recovers")
 

@@ -1,7 +1,7 @@
 """Appends that stay fast while a snapshot is held, and old versions of the streams' rows with it.
 
-`pgstreams_append_many(…)` is how the ORM appends; no other program should call it. The functions of before
-are replaced where they were made without this.
+`pgstreams_append_many(…)` is how the ORM appends, `pgstreams_pages(…)` how all readers read; no other program
+should call them. The functions of before are replaced where they were made without this.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Migration(migrations.Migration):
                 _functions.make("pgstreams_append", _functions.APPEND),
                 _functions.make("pgstreams_store", _functions.STORE),
                 _functions.make("pgstreams_append_many", _functions.APPEND_MANY, _functions.DROP_APPEND_MANY),
+                _functions.make("pgstreams_pages", _functions.PAGES, _functions.DROP_PAGES),
             ]
         )
     ]

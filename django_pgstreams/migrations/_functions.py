@@ -24,6 +24,8 @@ ALTER FUNCTION <name> SET enable_seqscan = off;
 ALTER FUNCTION <name> SET enable_bitmapscan = off;
 ALTER FUNCTION <name> SET enable_hashjoin = off;
 ALTER FUNCTION <name> SET enable_mergejoin = off;
+ALTER FUNCTION <name> SET plan_cache_mode = force_generic_plan;
+ALTER FUNCTION <name> SET jit = off;
 """
 
 
@@ -31,8 +33,8 @@ def make(name: str, text: str, drop: Any = migrations.RunSQL.noop) -> migrations
     """Make a function, or put this text in its place; `drop` is what undoes it.
 
     It finds the app's tables whatever the caller's search path is, and whatever is in the caller's temporary
-    schema; and its plans are those that are good for many streams with many versions, also when they are made
-    while the tables are empty.
+    schema; and a session makes its plans once: those that are good for many streams with many versions, also
+    when the tables are empty then.
     """
     return migrations.RunSQL(text + _PIN.replace("<name>", name), drop)
 
@@ -286,3 +288,84 @@ DROP FUNCTION pgstreams_store(
     uuid, bigint, bigint[], bigint[], bigint[], text[], text[], bytea[], integer[], integer[], text
 )
 """
+
+# One page of each of several streams, each with its stream's row. Every wanted stream has one row, in their
+# order: without `stream_id` when it does not exist. `first_stored` is the first offset stored at or after the
+# position, however far a hole reaches. Payloads, and their times (8 bytes each, as Postgres sends them), are
+# those of the chunks that follow the position without a hole, as far as the page's bytes go, its first chunk
+# at least; none where the pages before it leave no room in the bytes of all. `before` is the time of the
+# chunk before the position, by which a reader knows its stream again. Offsets are gapless, so a range of them
+# bounds a page. A row per stream, not per chunk: rows would be most of the cost of short chunks. The window
+# hands the aggregates their input in its order.
+PAGES = """
+CREATE OR REPLACE FUNCTION pgstreams_pages(
+    stream_ids bigint[], positions bigint[], max_chunks bigint, max_bytes bigint, max_page_bytes bigint
+)
+RETURNS TABLE (
+    place bigint, stream_id bigint, epoch text, content_type text, state text, reason text,
+    next_offset bigint, first_offset bigint, first_stored bigint,
+    payloads bytea[], times bytea, before bytea, is_standby boolean
+)
+LANGUAGE plpgsql STABLE ROWS 50 AS $function$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    SELECT page.place, page.stream_id,
+           page.epoch::text, page.content_type::text, page.state::text, page.reason::text,
+           page.next_offset, page.first_offset, page.first_stored,
+           CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, max_bytes) THEN page.payloads END,
+           CASE WHEN page.bytes_up_to_here <= greatest(page.bytes, max_bytes) THEN page.times END,
+           timestamptz_send(page.before), pg_is_in_recovery()
+    FROM (
+        SELECT want.place, s.id AS stream_id, s.epoch, s.content_type, s.state, s.reason,
+               s.next_offset, s.first_offset,
+               run.before, run.first_stored, run.payloads, run.times, run.bytes,
+               sum(run.bytes) OVER (ORDER BY want.place ROWS UNBOUNDED PRECEDING) AS bytes_up_to_here
+        FROM unnest(stream_ids, positions)
+             WITH ORDINALITY AS want (stream_id, position, place)
+        LEFT JOIN LATERAL (
+            SELECT id, epoch, content_type, state, reason, next_offset, first_offset
+            FROM pgstreams_stream
+            WHERE id >= want.stream_id AND id <= want.stream_id
+            ORDER BY id DESC LIMIT 1
+        ) AS s ON true
+        CROSS JOIN LATERAL (
+            SELECT min(c.created_at) FILTER (WHERE c."offset" < want.position) AS before,
+                   coalesce(
+                       min(c."offset") FILTER (WHERE c."offset" >= want.position),
+                       CASE WHEN want.position < s.next_offset THEN (
+                           SELECT min(beyond."offset")
+                           FROM pgstreams_chunk AS beyond
+                           WHERE beyond.stream_id = want.stream_id
+                             AND beyond."offset" >= greatest(want.position, s.first_offset)
+                             AND beyond."offset" < s.next_offset
+                       ) END
+                   ) AS first_stored,
+                   array_agg(c.payload) FILTER (WHERE c.fits) AS payloads,
+                   string_agg(timestamptz_send(c.created_at), '') FILTER (WHERE c.fits) AS times,
+                   sum(octet_length(c.payload)) FILTER (WHERE c.fits) AS bytes
+            FROM (
+                SELECT chunk."offset", chunk.payload, chunk.created_at,
+                       chunk."offset" >= want.position
+                       AND chunk."offset" - row_number() OVER run
+                           = least(first_value(chunk."offset") OVER run, want.position) - 1
+                       AND sum(CASE WHEN chunk."offset" >= want.position THEN octet_length(chunk.payload) END)
+                           OVER run - octet_length(chunk.payload) < max_page_bytes AS fits
+                FROM pgstreams_chunk AS chunk
+                WHERE chunk.stream_id = want.stream_id
+                  AND chunk."offset" >= want.position - 1
+                  AND chunk."offset" < s.next_offset
+                  AND chunk."offset" < least(
+                      greatest(want.position, s.first_offset), 9223372036854775807 - max_chunks
+                  ) + max_chunks
+                WINDOW run AS (ORDER BY chunk."offset" ROWS UNBOUNDED PRECEDING)
+                ORDER BY chunk."offset"
+            ) AS c
+        ) AS run
+    ) AS page
+    ORDER BY page.place;
+END
+$function$;
+"""
+
+DROP_PAGES = "DROP FUNCTION pgstreams_pages(bigint[], bigint[], bigint, bigint, bigint)"
