@@ -37,6 +37,7 @@ CLOSE_STALLED = 4408
 
 _MAX_REASON_CHARACTERS = 4000
 _REFUSED = "This stream does not exist, or you may not see it."
+_CANCEL_REFUSED = "This stream does not exist, or you may not cancel it."
 _STALLED = "Nothing was acknowledged for too long; come back with the last position."
 _UNAVAILABLE = "Streams cannot be looked up now; try again."
 
@@ -132,8 +133,12 @@ class StreamConsumer(Socket):
                 await self.close(CLOSE_STALLED)
                 return
 
-    async def _error(self, code: str, message: str, stream: str | None = None) -> None:
-        await self.send(wire.frame("error", stream, code=code, message=message))
+    async def _error(self, code: str, message: str, about: ClientFrame | None = None) -> None:
+        """Send an error about what a frame asked for; without one, about the socket."""
+        if about is None:
+            await self.send(wire.frame("error", code=code, message=message))
+        else:
+            await self.send(wire.frame("error", about.stream, request=about.type, code=code, message=message))
 
     # Frames from the client ------------------------------------------------------------------------
 
@@ -158,14 +163,11 @@ class StreamConsumer(Socket):
 
     async def _subscribe(self, frame: ClientFrame) -> None:
         if frame.stream in self._subscriptions:
-            await self._error("already_subscribed", "Unsubscribe first to read from elsewhere.", frame.stream)
+            await self._error("already_subscribed", "Unsubscribe first to read from elsewhere.", frame)
             return
         if len(self._subscriptions) >= conf.get().MAX_SUBSCRIPTIONS:
-            await self._error(
-                "too_many",
-                f"A socket follows at most {len(self._subscriptions)} streams.",
-                frame.stream,
-            )
+            message = f"A socket follows at most {len(self._subscriptions)} streams."
+            await self._error("too_many", message, frame)
             return
         subscribed = self._subscriptions[frame.stream] = _Subscribed(frame.stream, frame.offset)
         subscribed.task = self._spawn(self._serve(frame, subscribed), "pgstreams-subscription")
@@ -177,7 +179,7 @@ class StreamConsumer(Socket):
         flow = subscribed.flow
         if not flow.was_sent(frame.offset):
             message = f"Position {frame.offset} was not sent yet, only {flow.sent}."
-            await self._error("bad_ack", message, frame.stream)
+            await self._error("bad_ack", message, frame)
         elif flow.acknowledge(frame.offset) and subscribed.acknowledged is not None:
             subscribed.acknowledged.set()
 
@@ -191,29 +193,30 @@ class StreamConsumer(Socket):
         if frame.stream in self._cancelling:
             return  # the answer to the first one is on its way
         if len(self._cancelling) >= conf.get().MAX_SUBSCRIPTIONS:
-            await self._error("too_many", "Wait for the other cancellations.", frame.stream)
+            await self._error("too_many", "Wait for the other cancellations.", frame)
             return
         self._cancelling.add(frame.stream)
         # Carried out even if the client leaves at once: who presses "stop" may also close the page.
-        self._spawn(self._cancel_stream(frame.stream), "pgstreams-cancel", outlives_client=True)
+        self._spawn(self._cancel_stream(frame), "pgstreams-cancel", outlives_client=True)
 
-    async def _cancel_stream(self, key: str) -> None:
+    async def _cancel_stream(self, frame: ClientFrame) -> None:
+        key = frame.stream
         try:
             stream = await self._admit(key, "cancel")
             if stream is None:
-                await self._error("forbidden", _REFUSED, key)
+                await self._error("forbidden", _CANCEL_REFUSED, frame)
                 return
             # In another thread than everybody's look-ups, since it may wait for the stream's writer.
             await sync_to_async(_cancel_now, thread_sensitive=False)(stream)
         except _Unavailable:
-            await self._error("unavailable", _UNAVAILABLE, key)
+            await self._error("unavailable", _UNAVAILABLE, frame)
         except StreamBusy as error:
-            await self._error("busy", str(error), key)
+            await self._error("busy", str(error), frame)
         except (StreamClosed, StreamMissing):
-            await self._error("closed", "The stream has ended already.", key)
+            await self._error("closed", "The stream has ended already.", frame)
         except Exception:
             logger.exception("Stream %r could not be cancelled", key)
-            await self._error("internal", "The stream could not be cancelled; try again.", key)
+            await self._error("internal", "The stream could not be cancelled; try again.", frame)
         finally:
             self._cancelling.discard(key)
 
@@ -245,19 +248,19 @@ class StreamConsumer(Socket):
             code = await self._follow(frame, subscribed)
         except _Unavailable:
             code = CLOSE_FAILED
-            await self._error("unavailable", _UNAVAILABLE, key)
+            await self._error("unavailable", _UNAVAILABLE, frame)
         except _Unreadable as error:
             code = CLOSE_FAILED
             logger.warning("Stream %r cannot be served on: %s", key, error)
-            await self._error("unreadable", str(error), key)
+            await self._error("unreadable", str(error), frame)
         except _Stalled:
             code = CLOSE_STALLED
             logger.info("A client that acknowledges nothing of stream %r is disconnected", key)
-            await self._error("stalled", _STALLED, key)
+            await self._error("stalled", _STALLED, frame)
         except Exception:
             code = CLOSE_FAILED
             logger.exception("Stream %r could not be served", key)
-            await self._error("internal", "The stream could not be read; try again.", key)
+            await self._error("internal", "The stream could not be read; try again.", frame)
         finally:
             if self._subscriptions.get(key) is subscribed:
                 del self._subscriptions[key]
@@ -269,7 +272,7 @@ class StreamConsumer(Socket):
         key = frame.stream
         stream = await self._admit(key, "view")
         if stream is None:
-            await self._error("forbidden", _REFUSED, key)
+            await self._error("forbidden", _REFUSED, frame)
             return CLOSE_REFUSED
         position = hub.start(stream, frame.offset)
         # "tail" and the last n are places of the stream as it is now, whatever life the client knew.

@@ -26,6 +26,12 @@ async def refusal(path, user):
         return frames, await visit.close_code()
 
 
+def refused(request, key, message):
+    """The frame that refuses a request."""
+    about = {"stream": key, "request": request}
+    return {"type": "error", **about, "code": "forbidden", "message": message}
+
+
 async def test_without_a_hook_a_stream_is_for_its_owner(owner, stream):
     await append(stream, "secret")
     stranger = await User.objects.acreate(username="stranger")
@@ -41,13 +47,12 @@ async def test_without_a_hook_a_stream_is_for_its_owner(owner, stream):
         (inactive, "inactive"),
         (inactive, "unknown"),
     ]:
-        error = {"type": "error", "stream": key, "code": "forbidden", "message": message}
+        error = refused("subscribe", key, message)
         assert await refusal(f"/ws/streams/{key}/", user) == ([error], 4403)
     async with Visit(user=stranger) as visit:
         for key in ("a/b", "unknown"):
             await visit.send("subscribe", key)
-            error = {"type": "error", "stream": key, "code": "forbidden", "message": message}
-            assert await visit.frame() == error
+            assert await visit.frame() == refused("subscribe", key, message)
     assert followers() == 0
 
 
@@ -111,7 +116,8 @@ async def test_a_database_that_is_away_refuses_but_not_for_good(owner, stream, s
     async with Visit(user=owner, consumer=consumer) as visit:
         for kind in ("subscribe", "cancel"):
             await visit.send(kind, key)
-            assert (await visit.frame())["code"] == "unavailable"
+            error = await visit.frame()
+            assert (error["code"], error["request"]) == ("unavailable", kind)
         assert await sync_to_async(lambda: connections["default"].connection)() is None
     assert followers() == 0
 
@@ -201,13 +207,8 @@ async def test_who_may_view_may_not_cancel_therefore(stream, settings):
         await visit.frames("live")
         for key in ("a/b", "unknown"):
             await visit.send("cancel", key)
-            error = await visit.frame()
-            assert error == {
-                "type": "error",
-                "stream": key,
-                "code": "forbidden",
-                "message": "This stream does not exist, or you may not see it.",
-            }
+            message = "This stream does not exist, or you may not cancel it."
+            assert await visit.frame() == refused("cancel", key, message)
         await append(stream, "still open")
         assert (await visit.frame())["data"] == ["still open"]
 
@@ -221,7 +222,7 @@ async def test_a_stream_that_has_ended_is_not_cancelled(owner, stream):
     async with Visit(user=owner) as visit:
         await visit.send("cancel", "a/b")
         error = await visit.frame()
-        assert (error["code"], error["stream"]) == ("closed", "a/b")
+        assert (error["code"], error["stream"], error["request"]) == ("closed", "a/b", "cancel")
 
 
 async def test_cancelling_behind_a_long_transaction_is_busy_and_hinders_no_other_socket(
@@ -238,7 +239,7 @@ async def test_cancelling_behind_a_long_transaction_is_busy_and_hinders_no_other
             await other.frames("live")
             assert "pgstreams-cancel" in tasks(), "the other socket had to wait for the lock"
             error = await visit.frame()
-            assert (error["code"], error["stream"]) == ("busy", "a/b")
+            assert (error["code"], error["stream"], error["request"]) == ("busy", "a/b", "cancel")
             assert time.monotonic() - started >= 1.0
         await visit.send("cancel", "a/b")
         await wait_until(lambda: "pgstreams-cancel" not in tasks(), "the cancellation ends")

@@ -336,6 +336,56 @@ def test_a_reset_that_is_lost_is_asked_for_again(visitor):
     assert after == [0, "new"]
 
 
+def test_an_error_about_a_cancel_leaves_what_is_followed_alone(visitor):
+    """A scripted server, for errors that only a failure brings about, and one before "subscribed"."""
+    codes = ["forbidden", "busy", "unavailable", "internal"]
+    subscribes: list[dict[str, Any]] = []
+
+    def serve(socket: WebSocketRoute) -> None:
+        def send(kind: str, **fields: Any) -> None:
+            socket.send(json.dumps({"type": kind, "stream": "k", **fields}))
+
+        def refuse(code: str) -> None:
+            send("error", request="cancel", code=code, message=code)
+
+        def answer(text: str) -> None:
+            frame = json.loads(text)
+            if frame["type"] == "cancel":
+                refuse(codes[1 + cancels.pop()])
+                if not cancels:
+                    send("closed", offset=0, state="completed", reason="")
+            elif frame["type"] == "subscribe":
+                subscribes.append(frame)
+                refuse(codes[0])
+                state = {"first": 0, "tail": 0, "state": "open", "content_type": "text/plain"}
+                send("subscribed", epoch="e", offset=0, **state)
+                send("live", offset=0)
+
+        cancels = [2, 1, 0]
+        socket.on_message(answer)
+
+    page = visitor.new_page()
+    page.route_web_socket("**/ws/streams/", serve)
+    page.goto("/")
+    errors, statuses = page.evaluate(
+        """() => new Promise((resolve) => {
+            const [errors, statuses] = [[], []];
+            const follower = new StreamFollower("k", {
+                onStatus: (status) => {
+                    statuses.push(status);
+                    if (status === "live") for (let i = 0; i < 3; i++) follower.cancel();
+                    if (["finished", "refused", "waiting"].includes(status)) resolve([errors, statuses]);
+                },
+                onError: ({ code, request }) => errors.push([code, request]),
+            });
+            follower.start();
+        })"""
+    )
+    assert errors == [[code, "cancel"] for code in codes]
+    assert statuses == ["connecting", "replaying", "live", "finished"]
+    assert len(subscribes) == 1
+
+
 def test_what_was_trimmed_away_is_said_and_the_rest_is_shown(visitor, database):
     tab = Tab(visitor)
     tab.ask("What is the Dormouse dreaming?", tokens_per_second=200, length=40)

@@ -427,7 +427,7 @@ async def test_stored_bytes_that_are_no_text_are_named_after_what_precedes_them(
         frames = await visit.frames("error")
         assert [frame["type"] for frame in frames] == ["subscribed", "chunks", "error"]
         assert frames[1]["data"] == ["zero", "one"]
-        assert frames[2]["code"] == "unreadable"
+        assert (frames[2]["code"], frames[2]["request"]) == ("unreadable", "subscribe")
         assert "Chunk 2 " in frames[2]["message"]
         assert "from 3 " in frames[2]["message"]
         assert await visit.close_code() == 4500
@@ -517,7 +517,7 @@ async def test_acknowledging_is_accepted_ignored_or_refused(owner, stream):
             await visit.send("ack", "a/b", offset=position)
         await visit.send("ack", "a/b", offset=4)
         error = await visit.frame()
-        assert (error["code"], error["stream"]) == ("bad_ack", "a/b")
+        assert (error["code"], error["stream"], error["request"]) == ("bad_ack", "a/b", "ack")
         assert "only 3" in error["message"]
         await append(stream, 3, close=True)
         await visit.frames("closed")

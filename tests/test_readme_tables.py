@@ -18,7 +18,11 @@ from django_pgstreams.models import Stream
 from tests.fresh_project import README, readme_blocks
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from django.contrib.auth.models import User
+
+ERRORS = "| error code | meaning | subscription over? |"
 
 
 def table(heading: str) -> list[list[str]]:
@@ -78,8 +82,27 @@ def test_the_frames_of_the_server_are_those_of_the_code() -> None:
 
 
 def test_the_error_codes_are_those_of_the_code() -> None:
-    documented = {names(code)[0] for code, _ in table("| error code | meaning |")}
-    assert documented == set(re.findall(r'_error\(\s*"(\w+)"', inspect.getsource(consumers)))
+    documented = {names(code)[0] for code, _, _ in table(ERRORS)}
+    assert documented == error_codes(consumers)
+
+
+def test_the_errors_that_end_a_subscription_are_those_of_the_code() -> None:
+    over = {names(code)[0]: cell for code, _, cell in table(ERRORS)}
+    consumer = consumers.StreamConsumer
+    ending = error_codes(consumer._serve, consumer._follow)
+    of_cancelling = error_codes(consumer._cancel, consumer._cancel_stream)
+    for code, cell in over.items():
+        if code in ("bad_request", "too_many"):  # no subscription has begun
+            assert cell != "no"
+        else:
+            assert (cell != "no") == (code in ending), code
+        if cell != "no":
+            assert (cell == "with `subscribe`") == (code in of_cancelling), code
+
+
+def error_codes(*parts: Any) -> set[str]:
+    """The codes of the error frames that these send."""
+    return {code for part in parts for code in re.findall(r'_error\(\s*"(\w+)"', inspect.getsource(part))}
 
 
 def test_the_close_codes_are_those_of_the_code() -> None:

@@ -13,11 +13,13 @@
  *
  * Other handlers: onStatus(status, detail) with one of StreamFollower.STATUSES; onReset() when what
  * was shown is of another life of the key and must go; onGap({ from, to }) when chunks [from, to)
- * are no longer stored; onClosed({ state, reason, offset }); onError({ code, message }).
+ * are no longer stored; onClosed({ state, reason, offset }); onError({ code, message, request }) when
+ * something was refused, such as a "cancel", and the stream goes on.
  */
 class StreamFollower {
   static PROTOCOL = "pgstreams.v1";
   static STALLED = 4408; // this page was asleep: the one close code of its kind that is not final
+  static PASSES = ["internal", "unavailable", "stalled"]; // codes of errors that are worth another try
   static ASKS_FOR_TIME = [1012, 1013]; // the server restarts, or has too much to do
   static STATUSES = ["connecting", "replaying", "live", "waiting", "finished", "refused"];
   static FIRST_DELAY_MS = 250;
@@ -217,13 +219,15 @@ class StreamFollower {
     this.#handlers.onReset?.();
   }
 
-  #error({ code, message }) {
-    if (code === "internal" || code === "unavailable" || code === "stalled") {
+  #error({ code, message, request }) {
+    // A frame that was not understood is answered without its name; the first one is "subscribe".
+    request ??= this.status === "connecting" ? "subscribe" : undefined;
+    if (request !== "subscribe") {
+      this.#handlers.onError?.({ code, message, request }); // the subscription goes on
+    } else if (StreamFollower.PASSES.includes(code)) {
       this.#lose();
-    } else if (this.status === "connecting") {
-      this.#finish("refused", { code, message }); // the answer to the subscribe frame
     } else {
-      this.#handlers.onError?.({ code, message });
+      this.#finish("refused", { code, message });
     }
   }
 
