@@ -202,12 +202,13 @@ class StreamConsumer(Socket):
     async def _cancel_stream(self, frame: ClientFrame) -> None:
         key = frame.stream
         try:
-            stream = await self._admit(key, "cancel")
+            stream = await self._admit(frame, "cancel")
             if stream is None:
                 await self._error("forbidden", _CANCEL_REFUSED, frame)
                 return
             # In another thread than everybody's look-ups, since it may wait for the stream's writer.
             await sync_to_async(_cancel_now, thread_sensitive=False)(stream)
+            logger.info("Cancelled: stream %r, by %s", key, self._who())
         except _Unavailable:
             await self._error("unavailable", _UNAVAILABLE, frame)
         except StreamBusy as error:
@@ -220,13 +221,18 @@ class StreamConsumer(Socket):
         finally:
             self._cancelling.discard(key)
 
-    async def _admit(self, key: str, action: str) -> Stream | None:
-        """The stream, if it exists and the user may do this with it. Raises `_Unavailable`."""
-        allowed, is_away = False, False
+    async def _admit(self, frame: ClientFrame, action: str) -> Stream | None:
+        """The stream, if it exists and the user may do this with it. Raises `_Unavailable`.
+
+        Why something is refused is for the log alone.
+        """
+        key, stream, is_away = frame.stream, None, False
+        why = "the check failed"
         try:
             stream = await self.get_stream(key)
             # Asked for unknown keys too: a refusal takes the same time either way.
             allowed = await self.has_permission(stream or Stream(key=key), action)
+            why = "no such stream" if stream is None else "" if allowed is True else "no permission"
         except (OperationalError, InterfaceError) as error:
             # Refused all the same, but not for good: a page that reconnects now shall come back.
             logger.warning("Access to stream %r could not be checked: %s", key, error)
@@ -237,7 +243,15 @@ class StreamConsumer(Socket):
         await turns.give_back()
         if is_away:
             raise _Unavailable
-        return stream if allowed is True else None
+        if why:
+            logger.info("Refused: %s, stream %r, by %s (%s)", frame.type, key, self._who(), why)
+            return None
+        return stream
+
+    def _who(self) -> str:
+        """The socket's user, for the log."""
+        pk = getattr(self.scope.get("user"), "pk", None)
+        return "an anonymous user" if pk is None else f"user {pk}"
 
     # One subscription ------------------------------------------------------------------------------
 
@@ -270,7 +284,7 @@ class StreamConsumer(Socket):
     async def _follow(self, frame: ClientFrame, subscribed: _Subscribed) -> int:
         """Send a stream's frames until its end; returns the close code for a socket of one stream."""
         key = frame.stream
-        stream = await self._admit(key, "view")
+        stream = await self._admit(frame, "view")
         if stream is None:
             await self._error("forbidden", _REFUSED, frame)
             return CLOSE_REFUSED

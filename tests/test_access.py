@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 
@@ -162,6 +163,45 @@ async def test_an_override_allows_with_true_alone(owner, stream):
     async with Visit("/ws/streams/a/b/", owner, consumer=Careless) as visit:
         assert (await visit.frame())["code"] == "forbidden"
         assert await visit.close_code() == 4403
+
+
+def informed(caplog):
+    """What the consumer has said, without alarm."""
+    return [
+        record.getMessage()
+        for record in caplog.get_records("call")
+        if (record.name, record.levelno) == ("django_pgstreams.consumers", logging.INFO)
+    ]
+
+
+@pytest.mark.parametrize("request_type", ["subscribe", "cancel"])
+async def test_a_refusal_is_logged_with_who_and_why(owner, stream, caplog, log, request_type):
+    caplog.set_level(logging.INFO, logger="django_pgstreams")
+    stranger = await User.objects.acreate(username="stranger")
+    for user, key, consumer, by in [
+        (stranger, "a/b", None, f"user {stranger.pk} (no permission)"),
+        (stranger, "unknown", None, f"user {stranger.pk} (no such stream)"),
+        (AnonymousUser(), "a/b", None, "an anonymous user (no permission)"),
+        (None, "unknown", None, "an anonymous user (no such stream)"),
+        (owner, "broken", Lending, f"user {owner.pk} (the check failed)"),
+    ]:
+        caplog.clear()
+        async with Visit(user=user, consumer=consumer) as visit:
+            await visit.send(request_type, key)
+            assert (await visit.frame())["code"] == "forbidden"
+        assert informed(caplog) == [f"Refused: {request_type}, stream {key!r}, by {by}"]
+
+
+async def test_a_cancellation_is_logged_and_no_chunk_is(owner, stream, caplog):
+    caplog.set_level(logging.DEBUG, logger="django_pgstreams.consumers")
+    async with Visit("/ws/streams/a/b/", owner) as visit:
+        await visit.frames("live")
+        await append(stream, 0)
+        await visit.frame()
+        await visit.send("cancel", "a/b")
+        await visit.frames("closed")
+        await visit.close_code()
+    assert informed(caplog) == [f"Cancelled: stream 'a/b', by user {owner.pk}"]
 
 
 # Cancelling -----------------------------------------------------------------------------------------
