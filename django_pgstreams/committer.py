@@ -95,6 +95,11 @@ class Committer:
         return True
 
     @property
+    def pending_bytes(self) -> int:
+        """What is not stored yet, its payloads and its own weight; without the lock, as `is_full`."""
+        return self._pending.pending_bytes
+
+    @property
     def is_full(self) -> bool:
         """Whether an append would stand outside; without the lock, so a moment old perhaps."""
         return self._pending.is_full
@@ -345,6 +350,12 @@ _committers: dict[str, Committer] = {}
 _at_exit = False
 _process_ends = False
 _this_thread = threading.local()
+
+
+def known(using: str) -> Committer | None:
+    """The process's committer for a database alias, if there is one yet."""
+    background.check_process()
+    return _committers.get(using)
 
 
 def get(using: str) -> Committer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from django.db import DEFAULT_DB_ALIAS
 
-from . import hub, listener, notifier, polling
+from . import committer, hub, listener, notifier, polling
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Health:
     """How often wake-ups could not be sent, and were kept for another try."""
     pending_wake_ups: int
     """Streams whose wake-ups wait to be sent."""
+    pending_append_bytes: int
+    """What `StreamWriter`s hold that is not stored yet: payloads, and some 400 bytes for each append."""
     subscribers: int
     """Readers that follow a stream, each socket's subscriptions counted singly."""
 
@@ -40,6 +42,7 @@ def get(using: str = DEFAULT_DB_ALIAS) -> Health:
     """The state of this process with a database alias; from any thread or event loop."""
     heard = listener.known(using)
     sent = notifier.known(using)
+    stores = committer.known(using)
     polls = polling.tally(using)
     return Health(
         using=using,
@@ -50,5 +53,6 @@ def get(using: str = DEFAULT_DB_ALIAS) -> Health:
         found_only_by_poll=polls.found,
         failed_flushes=sent.failed_flushes if sent else 0,
         pending_wake_ups=sent.pending if sent else 0,
+        pending_append_bytes=stores.pending_bytes if stores else 0,
         subscribers=hub.subscribers(using),
     )

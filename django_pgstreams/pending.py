@@ -130,6 +130,7 @@ class Pending:
         self._ready: deque[Lane] = deque()
         self._parked: deque[Lane] = deque()
         self._outside: deque[Append] = deque()
+        self._outside_bytes = 0
         self.size_bytes = 0
 
     def __bool__(self) -> bool:
@@ -150,10 +151,16 @@ class Pending:
         """Whether an append would have to wait outside."""
         return bool(self._outside) or self.size_bytes >= self._max_bytes
 
+    @property
+    def pending_bytes(self) -> int:
+        """The size of all appends, those outside too."""
+        return self.size_bytes + self._outside_bytes
+
     def add(self, append: Append) -> None:
         """Put an append at the end of its lane, or outside if there is no room."""
         if self._outside or self.size_bytes >= self._max_bytes:
             self._outside.append(append)
+            self._outside_bytes += append.size_bytes
         else:
             self._enter(append)
 
@@ -170,6 +177,7 @@ class Pending:
             self.size_bytes -= append.size_bytes
         while self._outside and self.size_bytes < self._max_bytes:
             append = self._outside.popleft()
+            self._outside_bytes -= append.size_bytes
             if append.loop is None or not append.reply.cancelled():
                 self._enter(append)
 

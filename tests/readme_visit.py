@@ -60,6 +60,7 @@ def visit(page: Page, url: str, username: str, password: str) -> dict[str, Any]:
     expect(notes).to_have_count(2)
     expect(box).to_have_value("")  # the page has the answer, and empties it
     wait_for_acknowledgement(page, sockets, 2)
+    lose_the_session(page)
     say("written")
     expect(notes).to_have_count(4)
     expect(page.locator("#status")).to_have_text("live")
@@ -74,6 +75,18 @@ def visit(page: Page, url: str, username: str, password: str) -> dict[str, Any]:
         "errors": errors,
         "came back after the end": comes_back(page),
     }
+
+
+def lose_the_session(page: Page) -> None:
+    """A note that is not saved for want of a session, which is there again afterwards, is not lost."""
+    session = [cookie for cookie in page.context.cookies() if cookie["name"] == "sessionid"]
+    page.context.clear_cookies(name="sessionid")
+    box = page.get_by_role("textbox")
+    box.fill("not saved")
+    add_note(page)
+    expect(page.locator("#status")).to_have_text("The note was not saved. Try again.")
+    expect(box).to_have_value("not saved")
+    page.context.add_cookies(session)
 
 
 def add_note(page: Page) -> None:

@@ -11,8 +11,9 @@ from django_pgstreams import health, hub, notifier
 from django_pgstreams.buffer import WakeUp
 from django_pgstreams.hub import subscribe
 from django_pgstreams.models import Stream
+from django_pgstreams.writer import StreamWriter
 from tests.following import connect, in_thread, store, terminate, until
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("alive")
 
@@ -95,3 +96,17 @@ def test_wake_ups_that_cannot_be_sent_are_seen(proxy):
     proxy.come_up()
     wait_until(lambda: health.get(proxy.alias).pending_wake_ups == 0, "they are sent")
     assert health.get("default").failed_flushes == 0
+
+
+def test_what_a_writer_cannot_store_yet_is_counted(live):
+    stream = Stream.objects.create(key="health/locked")
+    writer = StreamWriter(stream)
+    writer.append("connected")
+    assert health.get().pending_append_bytes == 0
+    with connect() as own, own.transaction():
+        own.execute("SELECT FROM pgstreams_stream WHERE id = %s FOR UPDATE", [stream.pk])
+        futures = [writer.append_nowait("x" * 1000) for _ in range(100)]
+        assert 100_000 < health.get().pending_append_bytes < 200_000
+    for future in futures:
+        future.result(DEADLINE_SECONDS)
+    wait_until(lambda: health.get().pending_append_bytes == 0, "all is stored")

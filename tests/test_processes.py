@@ -318,6 +318,7 @@ def test_a_child_of_a_fork_that_python_is_not_told_of_starts_empty_too(ear):
     "look_up",
     [
         "notifier.known('default')",
+        "committer.known('default')",
         "notifier.get('default')",
         "listener.known('default')",
         "listener.get('default')",

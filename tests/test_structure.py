@@ -30,8 +30,8 @@ FLOORS = [
     {"follower", "listener", "lookups", "permissions", "previews"},
     {"admin", "checks", "subscription"},
     {"hub"},
-    {"committer", "consumers", "health"},
-    {"receivers", "routing", "writer"},
+    {"committer", "consumers"},
+    {"health", "receivers", "routing", "writer"},
     {"apps"},
 ]
 FLOOR_OF = {module: number for number, modules in enumerate(FLOORS) for module in modules}

@@ -59,6 +59,23 @@ def test_what_a_process_appended_is_stored_and_announced_before_it_ends(stream, 
     assert writer_rows() == []
 
 
+def test_a_stream_that_is_piped_fails_when_its_process_is_ended_by_sigterm(stream):
+    """With the line that README has for it, in the midst of text that waits to be joined."""
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def tokens():
+    yield from ("one ", "two ", "three")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+writer.pipe(tokens(), join_seconds=60)
+"""
+    ended = python(WRITE + code, str(stream.pk))
+    assert (ended.returncode, ended.stderr) == (143, "")
+    assert stored(stream) == ["one two three"]
+    stream.refresh_from_db()
+    assert (stream.state, stream.reason) == ("failed", "SystemExit: 143")
+
+
 def test_an_end_by_an_error_stores_too(stream, ear):
     ended = python(WRITE + MANY + "raise ValueError('as the user sees it')", str(stream.pk))
     assert ended.returncode == 1
