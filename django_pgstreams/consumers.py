@@ -4,8 +4,8 @@ Invariant: not a byte of a stream leaves before `has_permission` has allowed it,
 looks like one that is forbidden, and whatever ends the socket ends its subscriptions (`sockets`).
 
 Close codes: 1000 after the end of the one stream of a one-stream URL; 4500 for a failure here, worth another
-try; 4400 for a URL that cannot be understood; 4403 for a stream that this user may not see or that does not
-exist; 4408 for a client that takes nothing for too long, and may come back.
+try; 4400 for a URL, or many frames in a row, that cannot be understood; 4403 for a stream that this user may
+not see or that does not exist; 4408 for a client that takes nothing for too long, and may come back.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ CLOSE_ENDED = 1000
 CLOSE_BAD_REQUEST = 4400
 CLOSE_REFUSED = 4403
 CLOSE_STALLED = 4408
+
+MAX_BAD_FRAMES = 20
+"""So many frames in a row that cannot be understood close the socket. No sound client sends them, and one
+that reads nothing would have the server hold an answer to each."""
 
 _MAX_REASON_CHARACTERS = 4000
 _REFUSED = "This stream does not exist, or you may not see it."
@@ -102,6 +106,7 @@ class StreamConsumer(Socket):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self._subscriptions: dict[str, _Subscribed] = {}
         self._cancelling: set[str] = set()
+        self._bad_frames = 0  # in a row
         self._only: str | None = None  # the key of a one-stream URL
         await super().__call__(scope, receive, send)
 
@@ -143,16 +148,19 @@ class StreamConsumer(Socket):
     # Frames from the client ------------------------------------------------------------------------
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
-        """Act on one frame; one that is malformed is answered with an error frame."""
+        """Act on one frame; one that is malformed is answered with an error frame, up to `MAX_BAD_FRAMES`."""
         if self._over:
             return
         try:
             frame = wire.parse(text_data)
         except BadFrame as error:
             await self._error("bad_frame", str(error))
+            await self._count_bad_frame()
         except InvalidKey as error:
             await self._error("bad_key", str(error))
+            await self._count_bad_frame()
         else:
+            self._bad_frames = 0
             handlers: dict[str, Callable[[ClientFrame], Awaitable[None]]] = {
                 "subscribe": self._subscribe,
                 "ack": self._ack,
@@ -160,6 +168,12 @@ class StreamConsumer(Socket):
                 "cancel": self._cancel,
             }
             await handlers[frame.type](frame)
+
+    async def _count_bad_frame(self) -> None:
+        self._bad_frames += 1
+        if self._bad_frames >= MAX_BAD_FRAMES:
+            logger.info("A client that cannot be understood is disconnected: %s", self._who())
+            await self.close(CLOSE_BAD_REQUEST)
 
     async def _subscribe(self, frame: ClientFrame) -> None:
         if frame.stream in self._subscriptions:

@@ -7,6 +7,13 @@ import unicodedata
 from .exceptions import InvalidKey
 
 MAX_KEY_CHARACTERS = 255
+_MAX_SHOWN_CHARACTERS = 60
+
+
+def shown(value: object) -> str:
+    """What somebody gave, as a message shows it: ASCII, and not much however much it was."""
+    text = ascii(value)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "…"
 
 
 def check_key(key: object) -> None:
@@ -21,19 +28,19 @@ def check_key(key: object) -> None:
         raise InvalidKey("A stream key must not be empty.")
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidKey(
-            f"A stream key has at most {MAX_KEY_CHARACTERS} characters; {key[:40]!r}… has {len(key)}."
+            f"A stream key has at most {MAX_KEY_CHARACTERS} characters; {shown(key)} has {len(key)}."
         )
     for index, character in enumerate(key):
         if unicodedata.category(character) in ("Cc", "Cs"):
             raise InvalidKey(
-                f"A stream key must not hold control characters or lone surrogates; {key!a} has "
+                f"A stream key must not hold control characters or lone surrogates; {shown(key)} has "
                 f"U+{ord(character):04X} at index {index}."
             )
     if key != key.strip():
-        raise InvalidKey(f"A stream key must not begin or end with a space: {key!a}.")
+        raise InvalidKey(f"A stream key must not begin or end with a space: {shown(key)}.")
     for segment in key.split("/"):
         if segment in ("", ".", ".."):
             raise InvalidKey(
                 f"A stream key must not begin or end with a slash or hold an empty, '.' or '..' "
-                f"segment: {key!a}."
+                f"segment: {shown(key)}."
             )

@@ -111,20 +111,20 @@ def parse(text: str | None) -> ClientFrame:
     kind = frame.get("type")
     if not isinstance(kind, str) or kind not in ("subscribe", "ack", "unsubscribe", "cancel"):
         raise BadFrame(
-            f"The frame's type is {_shown(kind)}; it is one of subscribe, ack, unsubscribe, cancel."
+            f"The frame's type is {keys.shown(kind)}; it is one of subscribe, ack, unsubscribe, cancel."
         )
     if "stream" not in frame:
         raise BadFrame(f'A frame of type {kind} names its stream: "stream" is missing.')
     keys.check_key(frame["stream"])
     epoch = frame.get("epoch")
     if epoch is not None and not isinstance(epoch, str):
-        raise BadFrame(f"epoch is a string, not {_shown(epoch)}.")
+        raise BadFrame(f"epoch is a string, not {keys.shown(epoch)}.")
     if kind == "subscribe":
         return ClientFrame(kind, frame["stream"], check_start(frame.get("offset", 0)), epoch)
     if kind == "ack":
         offset = check_start(frame.get("offset"))
         if not isinstance(offset, int) or offset < 0:
-            raise BadFrame(f"The offset of an ack is a position, 0 or more, not {_shown(offset)}.")
+            raise BadFrame(f"The offset of an ack is a position, 0 or more, not {keys.shown(offset)}.")
         return ClientFrame(kind, frame["stream"], offset)
     return ClientFrame(kind, frame["stream"])
 
@@ -150,18 +150,13 @@ def check_start(offset: object) -> int | str:
         return offset
     raise BadFrame(
         'An offset is a position, 0 or more; "tail"; or a negative number for the last chunks; '
-        f"not {_shown(offset)}."
+        f"not {keys.shown(offset)}."
     )
 
 
 def _json_name(value: object) -> str:
     names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def _shown(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:60] + "…"
 
 
 # Frames from the server ----------------------------------------------------------------------------

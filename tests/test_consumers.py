@@ -12,7 +12,7 @@ from asgiref.sync import sync_to_async
 from channels.layers import BaseChannelLayer
 from django.db import transaction
 
-from django_pgstreams.consumers import StreamConsumer
+from django_pgstreams.consumers import MAX_BAD_FRAMES, StreamConsumer
 from django_pgstreams.models import Stream
 from tests.visits import Visit, append, execute, followers, tasks, trim, wait_until
 
@@ -475,6 +475,20 @@ async def test_malformed_frames_get_an_error_each_and_the_socket_lives_on(owner,
         assert (await visit.frame())["code"] == "bad_frame"
         await visit.send("subscribe", "a/b")
         assert (await visit.frames("live"))[1]["data"] == [0]
+
+
+async def test_too_many_malformed_frames_in_a_row_end_the_socket(owner, stream):
+    async with Visit(user=owner) as visit:
+        for _ in range(2):
+            for _ in range(MAX_BAD_FRAMES // 2 - 1):
+                for text, code in [("?", "bad_frame"), ('{"type":"cancel","stream":"/"}', "bad_key")]:
+                    await visit.send_text(text)
+                    assert (await visit.frame())["code"] == code
+            await visit.send("ack", "a/b", offset=0)  # understood: it begins anew
+        for _ in range(MAX_BAD_FRAMES):
+            await visit.send_text("?")
+            assert (await visit.frame())["code"] == "bad_frame"
+        assert await visit.close_code() == 4400
 
 
 async def test_subscribing_twice_brings_one_replay(owner, stream):

@@ -81,6 +81,15 @@ def test_an_invalid_key_is_refused_and_shown(key, message):
         check_key(key)
 
 
+@pytest.mark.parametrize(
+    "key", ["😀" * 254 + " ", "😀" * 255 + "/", "\ud83d" * 255, "😀" * 60_000, "😀//" * 80]
+)
+def test_little_of_an_invalid_key_is_shown(key):
+    with pytest.raises(InvalidKey) as caught:
+        check_key(key)
+    assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize("key", [None, 17, b"a", ["a"]])
 def test_only_text_is_a_key(key):
     with pytest.raises(InvalidKey, match=f"must be text, not {type(key).__name__}"):

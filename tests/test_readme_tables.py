@@ -113,6 +113,12 @@ def test_the_close_codes_are_those_of_the_code() -> None:
     assert documented == {value for name, value in named.items() if name.startswith("CLOSE_")}
 
 
+def test_the_number_of_bad_frames_is_that_of_the_code() -> None:
+    text = README.read_text()
+    numbers = [*re.findall(r"(\d+) (?:such )?frames in a row", text), *re.findall(r"(\d+)th bad frame", text)]
+    assert numbers == [str(consumers.MAX_BAD_FRAMES)] * 3
+
+
 def test_every_name_that_the_readme_imports_or_mentions_exists() -> None:
     text = README.read_text()
     imported = [

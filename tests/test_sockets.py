@@ -15,6 +15,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from django_pgstreams import conf
+from django_pgstreams.consumers import MAX_BAD_FRAMES
 from django_pgstreams.models import Stream
 from tests.cutting_proxy import CuttingProxy
 from tests.servers import ANYBODY, DEADLINE_SECONDS, Socket, headers_of, serving, untroubled
@@ -217,6 +218,19 @@ def test_the_socket_survives_malformed_frames(server, stream, headers):
             assert visit.frame()["type"] == "error"
         visit.send("subscribe", "a/b")
         assert visit.frames("live")[1]["data"] == ["fine"]
+
+
+def test_a_client_that_sends_nothing_but_nonsense_is_answered_and_kept_for_so_long(server):
+    answers = []
+    with Socket(server.url(), ANYBODY) as visit, contextlib.suppress(ConnectionClosed):
+        with contextlib.suppress(ConnectionClosed):
+            for _ in range(2000):
+                visit.send("subscribe", "😀" * 254 + "/")
+        while True:
+            answers.append(visit.text())
+    assert visit.websocket.close_code == 4400
+    assert len(answers) == MAX_BAD_FRAMES
+    assert max(map(len, answers)) < 300
 
 
 @pytest.mark.parametrize(
