@@ -1,7 +1,7 @@
-"""Appends that stay fast while a snapshot is held, and old versions of the streams' rows with it.
+"""Functions whose plans are kept, and stay good whatever the statistics say (see `_functions`).
 
 `pgstreams_append_many(…)` is how the ORM appends, `pgstreams_pages(…)` how all readers read; no other program
-should call them. The functions of before are replaced where they were made without this.
+should call them. The functions of before are replaced where they were made otherwise.
 """
 
 from __future__ import annotations
