@@ -5,7 +5,8 @@ looks like one that is forbidden, and whatever ends the socket ends its subscrip
 
 Close codes: 1000 after the end of the one stream of a one-stream URL; 4500 for a failure here, worth another
 try; 4400 for a URL, or many frames in a row, that cannot be understood; 4403 for a stream that this user may
-not see or that does not exist; 4408 for a client that takes nothing for too long, and may come back.
+not see or that does not exist; 4408 for a client that takes nothing for too long, and may come back; 4422 for
+a chunk that cannot be sent, on the URL of one stream.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CLOSE_ENDED = 1000
 CLOSE_BAD_REQUEST = 4400
 CLOSE_REFUSED = 4403
 CLOSE_STALLED = 4408
+CLOSE_UNREADABLE = 4422
 
 MAX_BAD_FRAMES = 20
 """So many frames in a row that cannot be understood close the socket. No sound client sends them, and one
@@ -52,6 +54,10 @@ class _Unavailable(Exception):
 
 class _Unreadable(Exception):
     """A stored chunk cannot be put into a frame; the message is for the client."""
+
+    def __init__(self, chunk: wire.Unreadable) -> None:
+        super().__init__(chunk.message)
+        self.next = chunk.next
 
 
 class _Stalled(Exception):
@@ -138,12 +144,10 @@ class StreamConsumer(Socket):
                 await self.close(CLOSE_STALLED)
                 return
 
-    async def _error(self, code: str, message: str, about: ClientFrame | None = None) -> None:
-        """Send an error about what a frame asked for; without one, about the socket."""
-        if about is None:
-            await self.send(wire.frame("error", code=code, message=message))
-        else:
-            await self.send(wire.frame("error", about.stream, request=about.type, code=code, message=message))
+    async def _error(self, code: str, message: str, about: ClientFrame | None = None, **more: int) -> None:
+        """Send an error about what a frame asked for; without one, about what was not understood."""
+        named = {} if about is None else {"stream": about.stream, "request": about.type}
+        await self.send(wire.frame("error", **named, code=code, message=message, **more))
 
     # Frames from the client ------------------------------------------------------------------------
 
@@ -278,9 +282,9 @@ class StreamConsumer(Socket):
             code = CLOSE_FAILED
             await self._error("unavailable", _UNAVAILABLE, frame)
         except _Unreadable as error:
-            code = CLOSE_FAILED
+            code = CLOSE_UNREADABLE
             logger.warning("Stream %r cannot be served on: %s", key, error)
-            await self._error("unreadable", str(error), frame)
+            await self._error("unreadable", str(error), frame, next=error.next)
         except _Stalled:
             code = CLOSE_STALLED
             logger.info("A client that acknowledges nothing of stream %r is disconnected", key)
@@ -362,7 +366,7 @@ class StreamConsumer(Socket):
             if not subscribed.flow.take(position, size_bytes):
                 return size_bytes
             await self.send(text)
-        if made.unreadable:
+        if made.unreadable is not None:
             raise _Unreadable(made.unreadable)
         return 0
 

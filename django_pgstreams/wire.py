@@ -176,29 +176,37 @@ def frame(kind: str, stream: str | None = None, **fields: Any) -> str:
     return _as_json({"type": kind, **about, **fields})
 
 
-class RunFrames(NamedTuple):
-    """A run of chunks as frames, and what is wrong with the next chunk.
+class Unreadable(NamedTuple):
+    """Why a chunk has no place in a frame, for the client, and the position after it."""
 
-    `frames` has of each its text, the position after it, and its bytes. `unreadable` is empty when nothing is
-    wrong; its text is for the client.
+    message: str
+    next: int
+
+
+class RunFrames(NamedTuple):
+    """A run of chunks as frames, and what is wrong with the chunk after them, if anything is.
+
+    `frames` has of each its text, the position after it, and its bytes.
     """
 
     stream: str
     frames: list[tuple[str, int, int]]
-    unreadable: str
+    unreadable: Unreadable | None
 
 
 def run_frames(stream: str, content_type: str, run: Run, max_bytes: int) -> RunFrames:
     """The frames of a run, up to a chunk that has no place in a frame. For `max_bytes` see `chunk_frames`."""
     texts = []
-    unreadable = ""
+    unreadable = None
     for offset, payload in enumerate(run.payloads, run.first):
         try:
             texts.append(codec.splice(content_type, payload))
         except UnicodeDecodeError as error:
-            unreadable = (
+            after = offset + 1
+            unreadable = Unreadable(
                 f"Chunk {offset} is not UTF-8 text, as {content_type} has to be ({error.reason}); "
-                f"subscribe from {offset + 1} to leave it out."
+                f"subscribe from {after} to leave it out.",
+                after,
             )
             break
     frames = [

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+from django.contrib.auth.models import User
+from django.db import connection
 
-from tests.servers import ANYBODY, DEADLINE_SECONDS, Socket, serving
+from django_pgstreams.models import Stream
+from tests.servers import ANYBODY, DEADLINE_SECONDS, Socket, headers_of, serving
 
 
 @pytest.mark.parametrize("kind", ["daphne", "uvicorn"])
@@ -16,6 +19,22 @@ def test_a_socket_of_one_stream_is_closed_when_the_database_is_away(committed, k
         with Socket(server.url("a/b"), ANYBODY) as visit:
             assert visit.frame()["code"] == "unavailable"
             assert visit.close_code() == 4500
+
+
+@pytest.mark.parametrize("kind", ["daphne", "uvicorn"])
+def test_a_chunk_that_cannot_be_sent_is_final_and_says_where_to_go_on(committed, kind):
+    owner = User.objects.create_user("owner")
+    stream = Stream.objects.create(key="a/b", owner=owner, content_type="text/plain")
+    stream.append_many(["zero", "one", "two"], close=True)
+    with connection.cursor() as cursor:
+        cursor.execute('UPDATE pgstreams_chunk SET payload = %s WHERE "offset" = 1', [b"\xff"])
+    with serving(kind) as server:
+        with Socket(server.url("a/b"), headers_of(owner)) as visit:
+            error = visit.frames("error")[-1]
+            assert (error["code"], error["next"]) == ("unreadable", 2)
+            assert visit.close_code() == 4422
+        with Socket(server.url("a/b", offset=error["next"]), headers_of(owner)) as visit:
+            assert visit.frames("closed")[1]["data"] == ["two"]
 
 
 def test_daphne_tells_its_clients_to_come_back_when_it_stops(committed):
