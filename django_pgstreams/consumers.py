@@ -146,8 +146,8 @@ class StreamConsumer(Socket):
 
     async def _error(self, code: str, message: str, about: ClientFrame | None = None, **more: int) -> None:
         """Send an error about what a frame asked for; without one, about what was not understood."""
-        named = {} if about is None else {"stream": about.stream, "request": about.type}
-        await self.send(wire.frame("error", **named, code=code, message=message, **more))
+        stream, request = (None, {}) if about is None else (about.stream, {"request": about.type})
+        await self.send(wire.frame("error", stream, **request, code=code, message=message, **more))
 
     # Frames from the client ------------------------------------------------------------------------
 
