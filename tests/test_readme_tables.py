@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from django.db import connection
 
-from django_pgstreams import conf, consumers, exceptions, health, sockets, wire
+from django_pgstreams import codec, conf, consumers, exceptions, health, sockets, wire
 from django_pgstreams.models import Stream
 from tests.fresh_project import README, readme_blocks
 
@@ -117,6 +117,32 @@ def test_the_number_of_bad_frames_is_that_of_the_code() -> None:
     text = README.read_text()
     numbers = [*re.findall(r"(\d+) (?:such )?frames in a row", text), *re.findall(r"(\d+)th bad frame", text)]
     assert numbers == [str(consumers.MAX_BAD_FRAMES)] * 3
+
+
+def test_what_a_silent_socket_and_the_largest_frame_cost_is_what_the_defaults_make_it() -> None:
+    text = " ".join(README.read_text().split())
+    defaults = conf.Settings()
+    mib = 1024 * 1024
+    unread = defaults.MAX_SUBSCRIPTIONS * defaults.MAX_UNACKED_BYTES // mib
+    assert f"`MAX_SUBSCRIPTIONS` × `MAX_UNACKED_BYTES`, {unread} MiB with the default settings" in text
+    assert f"`MAX_CHUNK_BYTES`, {defaults.MAX_CHUNK_BYTES // mib} MiB by default" in text
+
+
+@pytest.mark.parametrize(
+    ("content_type", "payload", "said", "factor"),
+    [
+        ("application/json", b'"' + b"x" * 2_999_998 + b'"', "as much for JSON", 1),
+        ("application/octet-stream", b"x" * 3_000_000, "4/3 × that for base64", 4 / 3),
+        ("text/plain", b"\x01" * 3_000_000, "6 × that for `text/…`", 6),
+    ],
+)
+def test_the_largest_frame_is_as_large_as_documented(
+    content_type: str, payload: bytes, said: str, factor: float
+) -> None:
+    assert said in README.read_text()
+    made = wire.chunk_frames("a/b", 0, [codec.splice(content_type, payload)], conf.get().MAX_FRAME_BYTES)
+    ((text, _),) = made
+    assert 0 <= len(text) - factor * len(payload) < 200
 
 
 def test_every_name_that_the_readme_imports_or_mentions_exists() -> None:
