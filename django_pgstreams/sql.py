@@ -54,7 +54,7 @@ SELECT * FROM pgstreams_pages(
 )
 """
 """One page of each of several streams, each with its stream's row: one statement, hence one snapshot
-(migration 0005 tells what its columns are)."""
+(`migrations._functions` tells what its columns are)."""
 
 PROBE = "SELECT pg_notify(%(channel)s, %(payload)s)"
 
