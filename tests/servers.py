@@ -75,7 +75,7 @@ class Role:
 
     def page_queries(self) -> int:
         """How often it has run the statement that reads chunks, by the server's own count."""
-        return self.calls("pgstreams_chunk")
+        return self.calls("pgstreams_pages")
 
     def calls(self, part: str) -> int:
         """How often it has run statements that hold a text, by the server's own count."""
