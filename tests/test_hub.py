@@ -284,7 +284,7 @@ async def test_nothing_is_lost_however_often_the_listening_session_is_ended(else
 def page_queries():
     """How many page reads the server has counted for this database."""
     [(calls,)] = query(
-        "SELECT coalesce(sum(calls), 0) FROM pg_stat_statements WHERE query LIKE '%%bytes_before%%' "
+        "SELECT coalesce(sum(calls), 0) FROM pg_stat_statements WHERE query LIKE '%%pgstreams_pages%%' "
         "AND dbid = (SELECT oid FROM pg_database WHERE datname = current_database())"
     )
     return int(calls)
