@@ -25,7 +25,7 @@ from benchmarks.chaos_program import Program
 SILENCE_SECONDS = 60.0
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 5.0
 AWAY = (OSError, TimeoutError, ConnectionClosed, InvalidHandshake)
-NEVER = (4400, 4403)
+NEVER = (4400, 4403, 4422)
 """Close codes that no socket here may get."""
 MAY_BE = ("unavailable", "internal", "stalled")
 """Codes of errors that a fault may lead to."""
