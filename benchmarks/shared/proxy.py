@@ -220,9 +220,7 @@ class Proxy:
             connection.hold()
         self._connections.add(connection)
         try:
-            # Cancelled by `close`; asyncio would log that as this callback's failure.
-            with contextlib.suppress(asyncio.CancelledError):
-                await connection.run()
+            await connection.run()
         finally:
             connection.reset()
             self._connections.discard(connection)
@@ -242,8 +240,11 @@ class Proxy:
         return None
 
     async def _close(self) -> None:
+        # A server that is closed, or a task that is cancelled, leaves what it has just accepted open.
+        for listening in self._listener.sockets:
+            self._loop.remove_reader(listening.fileno())
+        self._refuses = True
+        self._reset()
+        while working := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(working)
         self._listener.close()
-        while serving := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in serving:
-                task.cancel()
-            await asyncio.gather(*serving, return_exceptions=True)
